@@ -128,7 +128,6 @@ def _setup_unknown(ctx, inputs, output):
     _, merged, *kept = output
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.spent = False
     hidden = kept[1] if len(kept) > 1 else hidden
     ctx.save_for_backward(hidden, weight, bias, target, token_weight, merged, kept[0] if kept else None)
 
@@ -157,7 +156,7 @@ def _backward_unknown(ctx, grad_loss, *_):
     else:
         tokens = Targets(target, token_weight, grad_loss, merged)
         with without_autocast(hidden.device.type), torch.no_grad():
-            kept = kept_logits(ctx, kept, hidden, weight, bias)
+            kept = kept_logits(kept)
             grads = make_loss_gradients(
                 hidden, weight, bias, tokens, main_grad, call.options, call.shards, call.wanted, kept
             )
@@ -194,18 +193,17 @@ def _backward_known(ctx, grad_loss, *_):
     raise_if_create_graph("linear_cross_entropy")
     if ctx.spent:
         raise RuntimeError(
-            "linear_cross_entropy: with loss_grad or a reduction the forward computes the gradients, which "
-            "one backward consumes: there is no second backward; for two, pass "
-            'reduction="none" and no loss_grad'
+            "linear_cross_entropy: with loss_grad the forward computes the gradients, which one backward "
+            "consumes: there is no second backward; for two, leave out loss_grad"
         )
     target, loss_grad, *grads = ctx.saved_tensors
     if ctx.call.reduction == "none":
         check_upstream_grad(
             "linear_cross_entropy", grad_loss, loss_grad, target == ctx.call.options.ignore_index
         )
+        ctx.spent = True
     else:
         grads = [scale_once(grad, grad_loss) for grad in grads]
-    ctx.spent = True
     if torch.compiler.is_compiling():  # torch 2.10 cannot divide a graph whose backward returns what is saved
         grads = [grad.view_as(grad) for grad in grads]
     grads = taken(grads, ctx.call.wanted, ctx.main_grad, ctx.has_bias)
@@ -372,13 +370,14 @@ def linear_cross_entropy(
         reduction: as in `cross_entropy`. With "mean" or "sum" the forward pass computes the gradients, as
             with `loss_grad`, and the backward pass scales them by the upstream gradient, once. In bfloat16
             that rounds them again unless it is a power of two. With a `main_grad`, or in float16, whose range
-            needs the scale first, the logits are computed twice instead. A second backward pass then, or with
-            "none", recomputes them.
+            needs the scale first, the logits are computed twice instead. A second backward pass needs
+            `retain_graph=True`, as in torch; the first then copies what it would overwrite.
         loss_grad: the upstream gradient of every token's loss, with reduction="none", (...) or one number for
             all: 1 if the losses are summed. The forward pass then computes the gradients too, for 3/4 of the
             FLOPs, and adds to `main_grad` (with few logits the backward pass does). The backward pass returns
-            them, once; another upstream gradient raises RuntimeError (on a GPU a device-side assertion).
-            Without `loss_grad`, the loss can receive any gradient. Without recording it has no effect.
+            them, once, even if the graph is retained; another upstream gradient raises RuntimeError (on a GPU
+            a device-side assertion). Without `loss_grad`, the loss can receive any gradient. Without
+            recording it has no effect.
         workspace: bytes of logits at a time, from which the size of a chunk follows. Default 64 MiB on a CPU,
             1 GiB elsewhere.
 

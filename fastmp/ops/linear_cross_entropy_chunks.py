@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastmp.ops.core import checks
@@ -280,21 +279,16 @@ def make_stats(
     return (stats, chunks.buffers[0]) if x is hidden else (stats, chunks.buffers[0], x)
 
 
-def kept_logits(
-    ctx: Any, kept: Tensor | None, hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> Tensor | None:
-    """Return the logits for a backward pass to overwrite; None if the forward pass kept none.
+def is_retained() -> bool:
+    """Return True in a backward pass after which another may follow: it must not overwrite what is saved."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
-    The first backward pass through `ctx` takes the kept logits, and later ones recompute them; `ctx.spent`,
-    False after the forward pass, tells them apart.
-    """
-    if kept is None:
-        return None
-    spent, ctx.spent = ctx.spent, True
-    if spent:
-        return F.linear(hidden, weight, bias)
-    # `.data` has a version of its own: a second backward may unpack the tensor that the first has overwritten
-    return kept if torch._C._are_functorch_transforms_active() else kept.data
+
+def kept_logits(kept: Tensor | None) -> Tensor | None:
+    """Return the logits for a backward pass to overwrite; None if the forward pass kept none."""
+    return kept.clone() if kept is not None and is_retained() else kept
 
 
 def make_gradients(
@@ -316,8 +310,8 @@ def make_gradients(
 
 
 def scale_once(grad: Tensor, factor: Tensor) -> Tensor:
-    """Multiply grad by a 0-dim factor, rounded once; in the memory of `grad` if possible."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    """Multiply grad by a 0-dim factor, rounded once; in the memory of `grad` in the last backward pass."""
+    if is_retained():
         return (grad.to(factor.dtype) * factor).to(grad.dtype)
     if can_read_values(factor) and factor == 1:  # that of `loss.backward()`
         return grad

@@ -53,10 +53,6 @@ from fastmp.ops.reduction import check_reduction
 from fastmp.profiling import traced
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
-_SPENT = (
-    "{}: with a reduction the forward computes the gradients, which one backward consumes: there is no "
-    'second backward; for two, pass reduction="none"'
-)
 _TOKENS = "Tensor hidden, Tensor weight, Tensor teacher, Tensor teacher_values, Tensor? live, Tensor? scale"
 _OPTIONS = "int vocab_start, int vocab_size, float beta, int workspace"
 _WANTED = "bool want_hidden, bool want_weight"
@@ -165,7 +161,7 @@ def _forward_known(*arguments):
 
 
 def _setup_known(ctx, inputs, output):
-    ctx.call, ctx.spent = inputs[-1], False
+    ctx.call = inputs[-1]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
@@ -177,10 +173,7 @@ def _backward_known(name):
         if grad_loss is None:
             return (None,) * 8
         raise_if_create_graph(name)
-        if ctx.spent:
-            raise RuntimeError(_SPENT.format(name))
         grads = tuple(scale_once(grad, grad_loss) for grad in ctx.saved_tensors)
-        ctx.spent = True
         return (*taken(grads, ctx.call.wanted, None), None, None, None, None, None, None)
 
     return backward
@@ -415,8 +408,8 @@ def linear_distillation(
         num_tokens: how many tokens the mask has, if the host knows; then it does not wait.
         vocab_size: number of ids; columns from this one on are padding, with probability zero. Default V.
         reduction: "mean" (over tokens that count), "sum" or "none". With "mean" or "sum" the forward pass
-            computes the gradients, which one backward pass consumes, for two thirds of the FLOPs; not with a
-            `main_grad`, nor in float16.
+            computes the gradients, for two thirds of the FLOPs; not with a `main_grad`, nor in float16. For a
+            second backward pass, retain the graph.
         workspace: bytes of logits at a time, of student and teacher together, as in `linear_cross_entropy`.
 
     Returns:

@@ -268,7 +268,6 @@ def _setup(ctx, inputs, output):
     _, entropy, top, log_total, *kept = output
     ctx.mark_non_differentiable(*output[1 + ctx.call.options.with_entropy :])
     ctx.set_materialize_grads(False)
-    ctx.spent = False
     hidden = kept[1] if len(kept) > 1 else hidden
     ctx.save_for_backward(hidden, weight, target, scale, entropy, top, log_total, kept[0] if kept else None)
 
@@ -291,7 +290,7 @@ def _backward(ctx, grad_log_prob, grad_entropy, *_):
         grads = taken(grads, wanted, main_grad)
     else:
         with without_autocast(hidden.device.type), torch.no_grad():
-            kept = kept_logits(ctx, kept, hidden, weight, None)
+            kept = kept_logits(kept)
             grads = _make_gradients(hidden, weight, main_grad, tokens, options, shards, wanted, kept)
     return (*grads, None, None, None, None)
 

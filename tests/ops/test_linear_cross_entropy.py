@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measure import extra_bytes
 from fastmp.ops import cross_entropy, linear_cross_entropy
+from fastmp.ops.linear_cross_entropy import _FEW_LOGITS
 from fastmp.ops.linear_cross_entropy_chunks import chunk_size
 from fastmp.optim.grad_buffers import GradBuffer
 
@@ -262,26 +263,43 @@ ONCE = {"few": {}, **{name: {"workspace": size} for name, size in (("one", 1 << 
 @pytest.mark.parametrize("chunks", ONCE)
 @pytest.mark.parametrize(
     "options",
-    [*({"reduction": name} for name in ("none", "mean", "sum")), {"reduction": "none", "loss_grad": 1.0}],
+    [*({"reduction": name} for name in ("none", "mean", "sum")), {"reduction": "none", "loss_grad": 3.0}],
     ids=lambda o: "-".join(map(str, o.values())),
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
-def test_a_second_backward_is_the_first_one_again_or_says_why_not(dtype, options, chunks):
-    """In every number of chunks, also the ways for few logits; never torch's message for overwritten ones."""
+def test_a_second_backward_needs_a_retained_graph_as_in_torch(dtype, options, chunks):
+    """In every number of chunks, also the way for few logits; with loss_grad there is one backward."""
     hidden, weight, target, _ = problem(dtype, tokens=(22,))
     loss = linear_cross_entropy(hidden, weight, target, **options, **ONCE[chunks]).sum()
-    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
-    early = dtype != torch.float16 and options["reduction"] != "none" and chunks != "few"
-    if early or "loss_grad" in options:
+    first = torch.autograd.grad(3 * loss, (hidden, weight), retain_graph=True)
+    if "loss_grad" in options:
         name = "cross_entropy_loss_grad_" if chunks == "few" else "linear_cross_entropy"
         with pytest.raises(RuntimeError, match=rf"^{name}: .*: there is no second backward"):
-            torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+            torch.autograd.grad(3 * loss, (hidden, weight), retain_graph=True)
         return
-    for _ in range(2):
-        for found, expected in zip(
-            torch.autograd.grad(loss, (hidden, weight), retain_graph=True), first, strict=True
-        ):
+    for retained in (True, False):
+        again = torch.autograd.grad(3 * loss, (hidden, weight), retain_graph=retained)
+        for found, expected in zip(again, first, strict=True):
             torch.testing.assert_close(found, expected)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(loss, (hidden, weight))
+
+
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+@pytest.mark.parametrize("tokens", (512, 513), ids=("few logits", "many logits"))
+def test_a_second_backward_accumulates_at_every_size(tokens, reduction):
+    """Each `.grad` is another memory than what the node keeps: a third pass adds to it as well."""
+    x, weight, target = leaves_of(tokens, 3, 2048)
+    assert (tokens * len(weight) <= _FEW_LOGITS) == (tokens == 512)
+    loss = linear_cross_entropy(x, weight, target, reduction=reduction).sum()
+    plain = F.cross_entropy(x @ weight.t(), target, reduction=reduction).sum()
+    want = torch.autograd.grad(plain, (x, weight))
+    for times in (1, 2, 3):
+        loss.backward(retain_graph=times < 3)
+        for leaf, each in zip((x, weight), want, strict=True):
+            torch.testing.assert_close(leaf.grad, times * each, rtol=1e-4, atol=1e-7)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
 
 
 @pytest.mark.parametrize(
