@@ -15,7 +15,6 @@ The committed files benchmarks/results/predicted_<device>.json are what the comm
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
 import sys
@@ -39,15 +38,12 @@ from benchmarks.gpu_rows import DTYPE, Item
 from benchmarks.measure import FP8, Ceilings, multiplied_in, name_of
 from fastmp.nn.moe import router
 from fastmp.nn.moe.experts import GroupedExperts
-from fastmp.ops import OPS
-from fastmp.ops import linear_cross_entropy_chunks as chunks
+from fastmp.ops import OPS, chunked_head, chunked_loss
 from fastmp.ops.core import launcher
 from fastmp.ops.cross_entropy_triton import loss_grad_bytes, loss_grad_prefers_cuda
 from fastmp.ops.grouped_mm_tiles import gemm_tiles, overlaps_tiles, row_class, wgrad_tiles
 
 RESULTS = Path(__file__).parent / "results"
-_LINEAR_LOSS = importlib.import_module("fastmp.ops.linear_cross_entropy")
-_DISTILLATION = importlib.import_module("fastmp.ops.linear_distillation")
 _ARCH, _SHARED = 90, 228 << 10  # of an H100 and an H200
 # Cycles of a tile of a grouped GEMM outside of its K steps, estimated from compiled code: with nothing of the
 # next tile under way, and with its loads.
@@ -351,9 +347,8 @@ def without_data() -> Iterator[None]:
         mock.patch.object(FakeTensor, "data_ptr", lambda self: id(self) << 40),  # far from all others
         mock.patch.object(router, "_on_tensor_cores", lambda x, weight: x.dtype == weight.dtype == DTYPE),
         mock.patch.object(GroupedExperts, "_init"),  # draws a seed, whose value it reads
-        mock.patch.object(chunks, "WORKSPACE_CPU", chunks.WORKSPACE),
-        mock.patch.object(_LINEAR_LOSS, "scale_once", _scaled_on_a_gpu),
-        mock.patch.object(_DISTILLATION, "scale_once", _scaled_on_a_gpu),
+        mock.patch.object(chunked_loss, "WORKSPACE_CPU", chunked_head.WORKSPACE),
+        mock.patch.object(chunked_loss, "scale_once", _scaled_on_a_gpu),
     ):
         yield
 

@@ -17,198 +17,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastmp.ops.chunked_head import ALONE, Shards
+from fastmp.ops.chunked_loss import ChunkedLoss, Head, HeadCall, head_of, opaque_passes, per_token
 from fastmp.ops.core import checks
-from fastmp.ops.core.registry import (
-    Differentiable,
-    autocast,
-    can_read_values,
-    compute_dtype,
-    raise_if_create_graph,
-    without_autocast,
-)
+from fastmp.ops.core.registry import autocast, can_read_values, compute_dtype
 from fastmp.ops.cross_entropy import first_outside
-from fastmp.ops.linear_cross_entropy_chunks import (
-    ALONE,
-    HeadCall,
-    Shards,
-    fake_gradients,
-    head_of,
-    is_opaque,
-    opaque,
-    per_token,
-    present,
-    scale_once,
-    split_options,
-    taken,
-)
-from fastmp.ops.linear_distillation_teachers import (
-    DistillationOptions,
-    DistillationTokens,
-    make_both,
-    make_gradients,
-    make_losses,
-)
+from fastmp.ops.linear_distillation_teachers import DistillationOptions, HiddenTeacher, TopkTeacher
 from fastmp.ops.linear_log_probs import inverse_temperature
 from fastmp.ops.reduction import check_reduction
 from fastmp.profiling import traced
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
-_TOKENS = "Tensor hidden, Tensor weight, Tensor teacher, Tensor teacher_values, Tensor? live, Tensor? scale"
+
+
+def _fake_outputs(values: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    hidden, teacher = values["hidden"], values["teacher"]
+    width = 6 if teacher.is_floating_point() else teacher.shape[1] + 3
+    return per_token(hidden), per_token(hidden, width)
+
+
+_TENSORS = "Tensor hidden, Tensor weight, Tensor teacher, Tensor teacher_values, Tensor? live, Tensor? scale"
 _OPTIONS = "int vocab_start, int vocab_size, float beta, int workspace"
 _WANTED = "bool want_hidden, bool want_weight"
-
-
-def _tokens(hidden, weight, teacher, teacher_values, live, scale) -> DistillationTokens:
-    return DistillationTokens(hidden, weight, (teacher, teacher_values), live, scale)
-
-
-def _losses(*arguments):
-    return make_losses(_tokens(*arguments[:6]), DistillationOptions(*arguments[6:]), ALONE)
-
-
-def _fake_losses(*arguments):
-    tokens, loss = _tokens(*arguments[:6]), per_token(arguments[0])
-    return loss, loss.new_empty(loss.shape[0], tokens.width())
-
-
-def _gradients(*arguments):
-    kept, grad_loss, main_grad, *more = arguments[6:]
-    options, wanted = split_options(DistillationOptions, tuple(more))
-    tokens = _tokens(*arguments[:6])
-    grads = make_gradients(tokens, main_grad, kept, grad_loss, options, ALONE, wanted)
-    return present(tokens.hidden, grads)
-
-
-def _fake_gradients(hidden, weight, *arguments):
-    main_grad, *more = arguments[6:]
-    wanted = split_options(DistillationOptions, tuple(more))[1]
-    return fake_gradients(hidden, weight, None, main_grad, *wanted)[:2]
-
-
-def _both(*arguments):
-    grad_loss, *more = arguments[6:]
-    options, wanted = split_options(DistillationOptions, tuple(more))
-    tokens = _tokens(*arguments[:6])
-    return present(tokens.hidden, make_both(tokens, grad_loss, options, ALONE, wanted))
-
-
-def _fake_both(hidden, weight, *arguments):
-    wanted = split_options(DistillationOptions, arguments[5:])[1]
-    return per_token(hidden), *fake_gradients(hidden, weight, None, None, *wanted)[:2]
-
-
-_compiled_losses = opaque(
-    f"linear_distillation_losses({_TOKENS}, {_OPTIONS}) -> (Tensor, Tensor)", _losses, _fake_losses
+_OPAQUE = opaque_passes(
+    lambda values: HiddenTeacher if values["teacher"].is_floating_point() else TopkTeacher,
+    _fake_outputs,
+    {
+        "forward": f"linear_distillation_losses({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)",
+        "gradients": f"linear_distillation_gradients({_TENSORS}, Tensor kept, Tensor grad_loss,"
+        f" Tensor(a!)? main_grad, {_OPTIONS}, {_WANTED}) -> (Tensor, Tensor)",
+        "both": f"linear_distillation_both({_TENSORS}, Tensor grad_loss, {_OPTIONS}, {_WANTED})"
+        " -> (Tensor, Tensor, Tensor)",
+    },
 )
-_compiled_gradients = opaque(
-    f"linear_distillation_gradients({_TOKENS}, Tensor kept, Tensor grad_loss, Tensor(a!)? main_grad,"
-    f" {_OPTIONS}, {_WANTED}) -> (Tensor, Tensor)",
-    _gradients,
-    _fake_gradients,
-)
-_compiled_both = opaque(
-    f"linear_distillation_both({_TOKENS}, Tensor grad_loss, {_OPTIONS}, {_WANTED})"
-    " -> (Tensor, Tensor, Tensor)",
-    _both,
-    _fake_both,
-)
+_hidden_loss = ChunkedLoss("linear_distillation", HiddenTeacher, _OPAQUE)
+_topk_loss = ChunkedLoss("linear_topk_distillation", TopkTeacher, _OPAQUE)
 
 
-def _forward_unknown(*arguments):
-    """Return the losses (N,) for any upstream gradient, and what the backward pass needs, (N, W)."""
-    *tokens, _, call = arguments
-    if is_opaque(call.shards):
-        return _compiled_losses(*tokens, *call.options)
-    return make_losses(_tokens(*tokens), call.options, call.shards)
-
-
-def _setup_unknown(ctx, inputs, output):
-    *tokens, ctx.main_grad, ctx.call = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tokens, output[1])
-
-
-def _backward_unknown(name):
-    @traced(f"fastmp.{name}_backward")
-    def backward(ctx, grad_loss, _):
-        if grad_loss is None:
-            return (None,) * 8
-        raise_if_create_graph(name)
-        *tokens, kept = ctx.saved_tensors
-        (options, shards, wanted, _), main_grad = ctx.call, ctx.main_grad
-        if is_opaque(shards):
-            grads = _compiled_gradients(*tokens, kept, grad_loss, main_grad, *options, *wanted)
-            grads = taken(grads, wanted, main_grad)
-        else:
-            with without_autocast(grad_loss.device.type), torch.no_grad():
-                grads = make_gradients(_tokens(*tokens), main_grad, kept, grad_loss, options, shards, wanted)
-        return (*grads, None, None, None, None, None, None)
-
-    return backward
-
-
-def _forward_known(*arguments):
-    """Return the sum of the losses times the factor, and gradients of hidden and weight, empty if absent."""
-    *tokens, factor, call = arguments
-    grad_loss = factor.expand(call.shards.tokens(tuple(tokens[0].shape)))
-    if is_opaque(call.shards):
-        loss, *grads = _compiled_both(*tokens, grad_loss, *call.options, *call.wanted)
-    else:
-        loss, *grads = make_both(_tokens(*tokens), grad_loss, call.options, call.shards, call.wanted)
-        grads = present(tokens[0], tuple(grads))
-    return (loss.sum() * factor, *grads)
-
-
-def _setup_known(ctx, inputs, output):
-    ctx.call = inputs[-1]
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output[1:])
-
-
-def _backward_known(name):
-    @traced(f"fastmp.{name}_backward")
-    def backward(ctx, grad_loss, *_):
-        if grad_loss is None:
-            return (None,) * 8
-        raise_if_create_graph(name)
-        grads = tuple(scale_once(grad, grad_loss) for grad in ctx.saved_tensors)
-        return (*taken(grads, ctx.call.wanted, None), None, None, None, None, None, None)
-
-    return backward
-
-
-class _Loss:
-    """The autograd functions of one public function; `name` is that of the node, of errors and ranges."""
-
-    def __init__(self, name: str) -> None:
-        self.unknown = Differentiable(name, _forward_unknown, _setup_unknown, _backward_unknown(name))
-        self.known = Differentiable(name, _forward_known, _setup_known, _backward_known(name))
-
-    def __call__(self, tokens, shape, main_grad, call: HeadCall) -> Tensor:
-        """Return the losses in `shape`, or reduced; `tokens` are the arguments of `_tokens`."""
-        hidden, live = tokens[0], tokens[4]
-        factor = torch.ones((), dtype=compute_dtype(hidden.dtype), device=hidden.device)
-        if call.reduction == "mean":
-            factor = factor / _number_of(live, shape)
-        with without_autocast(hidden.device.type):
-            # float16 may not hold unscaled gradients, and what was added to main_grad cannot be scaled
-            known = call.reduction != "none" and main_grad is None and hidden.dtype != torch.float16
-            if known and any(call.wanted):
-                return self.known(*tokens, factor, call)[0]
-            loss = self.unknown(*tokens, main_grad, call)[0]
-        return loss.reshape(shape) if call.reduction == "none" else loss.sum() * factor
-
-
-_hidden_loss, _topk_loss = _Loss("linear_distillation"), _Loss("linear_topk_distillation")
-
-
-def _number_of(live: Tensor | None, shape: tuple[int, ...]) -> Any:
-    """Return the number of tokens that count: a number, or a tensor where only the device knows it."""
-    if live is None:
-        return math.prod(shape)
-    return live.sum() if live.dtype == torch.bool else live.shape[0]
+def _number_of(live: Tensor | None, shape: tuple[int, ...], hidden: Tensor) -> Tensor:
+    """Return the number of tokens that count, 0-dim: a mask is one whose number the device alone knows."""
+    dtype = compute_dtype(hidden.dtype)
+    if live is not None and live.dtype == torch.bool:
+        return live.sum().to(dtype)
+    number = math.prod(shape) if live is None else live.shape[0]
+    return torch.full((), number, dtype=dtype, device=hidden.device)
 
 
 def _beta_of(name: str, divergence: str, beta: float) -> float:
@@ -243,17 +95,16 @@ def _live(
     return mask if torch.compiler.is_compiling() else mask.nonzero()[:, 0]
 
 
-def _check_teacher(
-    name: str, hidden: Tensor, weight: Tensor, teacher: Tensor, teacher_weight: Tensor
-) -> None:
+def _check_teacher(name: str, shape: torch.Size, head: Head, teacher: Tensor, teacher_weight: Tensor) -> None:
     """Raise ValueError unless the teacher's hidden states and weight fit those of the student."""
     checks.check_floating(name, "teacher_hidden", teacher)
-    checks.check_same(name, hidden=hidden, teacher_hidden=teacher, teacher_weight=teacher_weight)
+    checks.check_same(name, hidden=head.rows, teacher_hidden=teacher, teacher_weight=teacher_weight)
     checks.require(
-        teacher.shape[:-1] == hidden.shape[:-1],
+        teacher.shape[:-1] == shape[:-1],
         "{}: expected teacher_hidden of shape {} + (H',) for hidden {}, got {}",
-        *(name, tuple(hidden.shape[:-1]), hidden.shape, teacher.shape),
+        *(name, tuple(shape[:-1]), shape, teacher.shape),
     )
+    weight = head.weight
     checks.require(
         teacher_weight.dim() == 2 and teacher_weight.shape == (weight.shape[0], teacher.shape[-1]),
         "{}: expected teacher_weight of shape {} for weight {} and teacher_hidden {}, got {}; student and"
@@ -301,9 +152,9 @@ def linear_distillation_of(
     name: str,
     hidden: Tensor,
     weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
+    teacher: tuple[Tensor, Tensor],
     *,
+    topk: bool,
     divergence: str,
     beta: float,
     temperature: float | Tensor,
@@ -313,60 +164,35 @@ def linear_distillation_of(
     reduction: str,
     workspace: int | None,
 ) -> Tensor:
-    """Compute `linear_distillation` from one of several shards of both weights; errors begin with `name`.
+    """Compute a distillation loss from one of several shards of the weights; errors begin with `name`.
 
-    `mask` and `temperature` are those of all tokens, hidden states the rows that `shards` gathers.
+    `mask`, `temperature` and a teacher's `topk` are those of all tokens, hidden states the rows that `shards`
+    gathers.
     """
+    # 1. Check the arguments.
     beta = _beta_of(name, divergence, beta)
     check_reduction(name, reduction)
-    teacher_hidden, teacher_weight = autocast(teacher_hidden.detach(), teacher_weight.detach())
     head = head_of(name, shards, hidden, weight, None, 0, vocab_size, workspace)
-    _check_teacher(name, head.hidden, head.weight, teacher_hidden, teacher_weight)
+    first, second = teacher[0].detach(), teacher[1].detach()
+    if not topk:
+        first, second = autocast(first, second)
+        _check_teacher(name, hidden.shape, head, first, second)
     shape = shards.tokens(tuple(hidden.shape))
-    scale = inverse_temperature(name, temperature, shape, head.hidden)
-    live = _live(name, mask, num_tokens, shape, head.hidden)
-    rows, teacher = (x.reshape(-1, x.shape[-1]) for x in (head.hidden, teacher_hidden))
+    scale = inverse_temperature(name, temperature, shape, head.rows)
+    live = _live(name, mask, num_tokens, shape, head.rows)
+    if topk:
+        _check_topk(name, head.rows, shape, first, second, head.vocab_size, live)
+        second = second.to(compute_dtype(head.rows.dtype)).reshape(-1, second.shape[-1])
+    # 2. Compute the losses in chunks of rows.
+    rows, first = head.rows, first.reshape(-1, first.shape[-1])
     options = DistillationOptions(head.vocab_start, head.vocab_size, beta, head.workspace)
-    call = HeadCall(options, shards, head.wanted, reduction)
-    return _hidden_loss(
-        (rows, head.weight, teacher, teacher_weight, live, scale), shape, head.main_grad, call
+    return (_topk_loss if topk else _hidden_loss)(
+        (rows, head.weight, None, first, second, live, scale),
+        head.main_grad,
+        HeadCall(options, shards, head.wanted, reduction),
+        shape,
+        lambda: _number_of(live, shape, rows),
     )
-
-
-def linear_topk_distillation_of(
-    shards: Shards,
-    name: str,
-    hidden: Tensor,
-    weight: Tensor,
-    teacher_ids: Tensor,
-    teacher_log_probs: Tensor,
-    *,
-    divergence: str,
-    beta: float,
-    temperature: float | Tensor,
-    mask: Tensor | None,
-    num_tokens: int | None,
-    vocab_size: int | None,
-    reduction: str,
-    workspace: int | None,
-) -> Tensor:
-    """Compute `linear_topk_distillation` from one of several shards of the weight; errors begin with `name`.
-
-    Everything but `hidden` is that of all tokens.
-    """
-    beta = _beta_of(name, divergence, beta)
-    check_reduction(name, reduction)
-    head = head_of(name, shards, hidden, weight, None, 0, vocab_size, workspace)
-    shape = shards.tokens(tuple(hidden.shape))
-    scale = inverse_temperature(name, temperature, shape, head.hidden)
-    live = _live(name, mask, num_tokens, shape, head.hidden)
-    _check_topk(name, head.hidden, shape, teacher_ids, teacher_log_probs, head.vocab_size, live)
-    rows = head.hidden.reshape(-1, hidden.shape[-1])
-    ids = teacher_ids.reshape(-1, teacher_ids.shape[-1])
-    log_probs = teacher_log_probs.detach().to(compute_dtype(rows.dtype)).reshape(ids.shape)
-    options = DistillationOptions(head.vocab_start, head.vocab_size, beta, head.workspace)
-    call = HeadCall(options, shards, head.wanted, reduction)
-    return _topk_loss((rows, head.weight, ids, log_probs, live, scale), shape, head.main_grad, call)
 
 
 @traced("fastmp.linear_distillation")
@@ -426,9 +252,9 @@ def linear_distillation(
     Hinton et al., 2015 (arXiv 1503.02531); Agarwal et al., "On-Policy Distillation", 2024 (2306.13649).
     """
     return linear_distillation_of(
-        ALONE, "linear_distillation", hidden, weight, teacher_hidden, teacher_weight, divergence=divergence,
-        beta=beta, temperature=temperature, mask=mask, num_tokens=num_tokens, vocab_size=vocab_size,
-        reduction=reduction, workspace=workspace,
+        ALONE, "linear_distillation", hidden, weight, (teacher_hidden, teacher_weight), topk=False,
+        divergence=divergence, beta=beta, temperature=temperature, mask=mask, num_tokens=num_tokens,
+        vocab_size=vocab_size, reduction=reduction, workspace=workspace,
     )  # fmt: skip
 
 
@@ -476,8 +302,8 @@ def linear_topk_distillation(
         log_probs, ids = torch.randn(8, 64).log_softmax(-1).topk(4)
         linear_topk_distillation(hidden, weight, ids, log_probs).backward()
     """
-    return linear_topk_distillation_of(
-        ALONE, "linear_topk_distillation", hidden, weight, teacher_ids, teacher_log_probs,
+    return linear_distillation_of(
+        ALONE, "linear_topk_distillation", hidden, weight, (teacher_ids, teacher_log_probs), topk=True,
         divergence=divergence, beta=beta, temperature=temperature, mask=mask, num_tokens=num_tokens,
         vocab_size=vocab_size, reduction=reduction, workspace=workspace,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Teachers of the distillation losses, and the loop over chunks of tokens that student and teacher share.
+"""Teachers of the distillation losses: passes over chunks that compare a student's logits with a teacher's.
 
 A teacher compares the student's logits of a chunk with its own distribution (`losses`), and turns them into
 their gradient in place (`grad_`). `HiddenTeacher` computes logits of its own from hidden states and weight;
@@ -11,14 +11,14 @@ N tokens, of which M count, H hidden size, V columns of this shard of the vocabu
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastmp.ops.chunked_head import HeadPass, LogitChunks, Shards, joined
 from fastmp.ops.core.registry import compute_dtype, register
 from fastmp.ops.cross_entropy_triton import real_columns
-from fastmp.ops.linear_cross_entropy_chunks import HeadGradients, LogitChunks, Shards, joined
 from fastmp.ops.linear_distillation_reference import (
     divergence_slope,
     divergence_terms,
@@ -28,7 +28,6 @@ from fastmp.ops.linear_distillation_reference import (
 )
 from fastmp.ops.linear_distillation_triton import launch_grad, launch_sums
 from fastmp.ops.linear_log_probs import merge_shards
-from fastmp.ops.live_rows import LiveRows
 
 # Least tail mass of a teacher that reverse KL divides by: what rounding leaves of 1 - sum(q) in float32.
 _LEAST_TAIL = 2.0**-23
@@ -80,93 +79,58 @@ class DistillationOptions(NamedTuple):
     workspace: int
 
 
-class DistillationTokens(NamedTuple):
-    """The student's hidden states (N, H), and what the teacher knows of the same tokens.
-
-    teacher: hidden states (N, H') and weight (V, H'), or int64 ids and log-probabilities (N, k).
-    live: the tokens that count, int64 indices (M,) or a mask (N,); None for all.
-    scale: inverse temperatures (N,).
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    teacher: tuple[Tensor, Tensor]
-    live: Tensor | None
-    scale: Tensor | None
-
-    @property
-    def by_topk(self) -> bool:
-        return not self.teacher[0].is_floating_point()
-
-    def width(self) -> int:
-        """Return how many numbers a token the forward pass keeps for the backward pass."""
-        return self.teacher[0].shape[1] + 3 if self.by_topk else 6
-
-
-class TokenRows:
-    """The rows of all tokens, or of those that count, over the shards of a vocabulary."""
-
-    def __init__(self, shards: Shards, tokens: DistillationTokens) -> None:
-        own, live = len(tokens.hidden), tokens.live
-        self.total = shards.tokens(tuple(tokens.hidden.shape))[0]
-        # a host that reads a mask waits for the device that it lies on
-        self.live = live.nonzero()[:, 0] if live is not None and live.dtype == torch.bool else live
-        self.shards = shards if self.live is None else LiveRows(shards, self.live, self.total, own)
-
-    def select(self, rows: Tensor) -> Tensor:
-        """Return the rows of (N, ...) that count."""
-        return rows if self.live is None else rows.index_select(0, self.live)
-
-    def spread(self, rows: Tensor) -> Tensor:
-        """Undo `select`, with zeros for the tokens that do not count."""
-        if self.live is None:
-            return rows
-        return rows.new_zeros(self.total, *rows.shape[1:]).index_copy_(0, self.live, rows)
-
-    def gathered(self, stats: Tensor) -> Tensor:
-        """All-gather (M, W) numbers of all shards, and wait: (P, M, W)."""
-        found, work = self.shards.gather_stats(stats)
-        if work is not None:
-            work.wait()
-        return found
-
-
 def _stats(logits: Tensor, target: Tensor, scale: Tensor | None, options: DistillationOptions) -> Tensor:
     """Return maximum and sum of exponentials of each row, (M, 2)."""
     stats = torch.ops.fastmp.log_probs_stats(logits, target, scale, *options[:2], False)
     return stats[:, :2]
 
 
-class HiddenTeacher:
+class Teacher(HeadPass):
+    """The passes of a distillation loss.
+
+    Of the inputs, teacher and teacher_values are hidden states (N, H') and weight (V, H'), or int64 ids and
+    log-probabilities (N, k); scale are the inverse temperatures (N,).
+    """
+
+    Options = DistillationOptions
+    inputs = ("teacher", "teacher_values", "live", "scale")
+    saved = ("kept",)
+
+    losses: Any  # (logits, tensors of the chunk) -> losses and kept
+
+    def forward(self) -> tuple[Tensor, ...]:
+        chunks = self.chunks
+        found = [self.losses(chunks.logits(i), **self.part(i)) for i in range(len(chunks.rows))]
+        return tuple(self.rows.spread(joined([*each])) for each in zip(*found))
+
+    def loss_and_grad_(self, logits: Tensor, grad_loss: Tensor, **part: Any) -> Tensor:
+        loss, kept = self.losses(logits, **part)
+        self.grad_(logits, **part, kept=kept, grad_loss=grad_loss)
+        return loss
+
+
+class HiddenTeacher(Teacher):
     """Teacher given by hidden states and weight; its logits of a chunk lie beside the student's."""
 
-    def __init__(self, tokens: DistillationTokens, options: DistillationOptions, rows: TokenRows) -> None:
-        hidden, weight = tokens.teacher
-        # 1. Both halves of the workspace hold the logits of the same tokens.
-        workspace = options.workspace // 2
-        self.student = LogitChunks(rows.shards.gather_hidden(tokens.hidden), tokens.weight, None, workspace)
-        self.own = LogitChunks(rows.shards.gather_hidden(hidden), weight, None, workspace)
-        self.options, self.rows = options, rows
-        self.scale = None if tokens.scale is None else rows.select(tokens.scale)
-        self.no_target = torch.zeros(len(self.own.x), dtype=torch.int64, device=hidden.device)
-        self.current: tuple[int, Tensor] | None = None
+    models = 2  # both halves of the workspace hold the logits of the same tokens
+    per_token = ("scale",)
 
-    def _logits(self, number: int) -> Tensor:
-        """Return the teacher's logits of a chunk, computed once."""
-        if self.current is None or self.current[0] != number:
-            self.current = number, self.own.logits(number)
-        return self.current[1]
+    def __init__(self, values: dict[str, Any], options: DistillationOptions, shards: Shards) -> None:
+        super().__init__(values, options, shards)
+        x = self.rows.gather_hidden(values["teacher"])
+        self.teacher = LogitChunks(x, values["teacher_values"], None, options.workspace // self.models)
+        self.tokens["no_target"] = torch.zeros(len(x), dtype=torch.int64, device=x.device)
 
-    def _scale(self, number: int) -> Tensor | None:
-        return None if self.scale is None else self.scale[self.own.rows[number]]
+    def part(self, number: int) -> dict[str, Any]:
+        return {"teacher_logits": self.teacher.logits(number), **super().part(number)}
 
-    def losses(self, number: int, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def losses(
+        self, logits: Tensor, teacher_logits: Tensor, no_target: Tensor, scale: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return the losses of a chunk, and (M, 6): four normalisers, KL(q || m) and KL(p || m)."""
-        scale, teacher_logits = self._scale(number), self._logits(number)
         # 1. Normalisers of both, over all shards.
-        target = self.no_target[: len(logits)]
-        own = [_stats(each, target, scale, self.options) for each in (logits, teacher_logits)]
-        stats = self.rows.gathered(torch.cat(own, 1))
+        own = [_stats(each, no_target, scale, self.options) for each in (logits, teacher_logits)]
+        stats = self.rows.gather_stats(torch.cat(own, 1))
         normalisers = []
         for each in stats.split(2, -1):
             top, _, _, total = merge_shards(each[..., 0], each[..., 1], scale)
@@ -174,15 +138,17 @@ class HiddenTeacher:
         # 2. The divergences of this shard's columns, and their sum over the shards.
         kept = torch.stack(normalisers, 1)
         sums = torch.ops.fastmp.distillation_sums(logits, teacher_logits, kept, scale, *self._place)
-        sums = self.rows.gathered(sums).sum(0)
+        sums = self.rows.gather_stats(sums).sum(0)
         return loss_of(sums, self.options.beta), torch.cat([kept, sums], 1)
 
-    def grad_(self, number: int, logits: Tensor, kept: Tensor, grad_loss: Tensor) -> None:
+    def grad_(
+        self, logits: Tensor, teacher_logits: Tensor, no_target: Tensor, scale: Tensor | None, kept: Tensor,
+        grad_loss: Tensor,
+    ) -> None:  # fmt: skip
         """Overwrite the student's logits of a chunk with their gradient."""
         torch.ops.fastmp.distillation_grad_(
-            logits, self._logits(number), kept[:, :4], kept[:, 5], grad_loss, self._scale(number),
-            *self._place,
-        )  # fmt: skip
+            logits, teacher_logits, kept[:, :4], kept[:, 5], grad_loss, scale, *self._place
+        )
 
     @property
     def _place(self) -> tuple[float, int, int]:
@@ -200,24 +166,18 @@ def _bucket_log_probs(log_probs: Tensor, options: DistillationOptions) -> Tensor
     return buckets - buckets.logsumexp(1, keepdim=True)
 
 
-class TopkTeacher:
+class TopkTeacher(Teacher):
     """Teacher given by the log-probabilities of k tokens; all others are one bucket with the mass left over.
 
     The student's tail is the softmax over the other columns, summed directly: 1 - sum(p) would cancel.
     """
 
-    def __init__(self, tokens: DistillationTokens, options: DistillationOptions, rows: TokenRows) -> None:
-        self.student = LogitChunks(
-            rows.shards.gather_hidden(tokens.hidden), tokens.weight, None, options.workspace
-        )
-        self.options, self.rows = options, rows
-        self.scale = None if tokens.scale is None else rows.select(tokens.scale)
-        self.ids, log_probs = (rows.select(each) for each in tokens.teacher)
-        self.log_q = _bucket_log_probs(log_probs, options)
+    per_token = ("teacher", "teacher_values", "scale")
 
-    def _of(self, number: int) -> tuple[Tensor, Tensor | None]:
-        rows = self.student.rows[number]
-        return self.ids[rows], None if self.scale is None else self.scale[rows]
+    def __init__(self, values: dict[str, Any], options: DistillationOptions, shards: Shards) -> None:
+        super().__init__(values, options, shards)
+        log_probs = self.tokens.pop("teacher_values")
+        self.tokens |= {"ids": self.tokens.pop("teacher"), "log_q": _bucket_log_probs(log_probs, options)}
 
     def _columns(self, ids: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the columns of the ids (M, k), and which of them this shard has."""
@@ -226,19 +186,20 @@ class TopkTeacher:
         here = (columns >= 0) & (columns < real)
         return columns.where(here, 0), here
 
-    def losses(self, number: int, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def losses(
+        self, logits: Tensor, ids: Tensor, log_q: Tensor, scale: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return the losses of a chunk, and (M, k + 3): slopes of the buckets, normaliser of the tail.
 
         The logits of the teacher's tokens become -inf.
         """
-        ids, scale = self._of(number)
         beta = self.options.beta
         # 1. The student's logits of the k tokens, and statistics of all others.
         columns, here = self._columns(ids, logits)
-        chosen = logits.gather(1, columns).to(self.log_q.dtype).where(here, 0)
+        chosen = logits.gather(1, columns).to(log_q.dtype).where(here, 0)
         _put(logits, columns, here, torch.full_like(chosen, -math.inf))
         stats = torch.cat([_stats(logits, ids[:, 0].contiguous(), scale, self.options), chosen], 1)
-        stats = self.rows.gathered(stats)
+        stats = self.rows.gather_stats(stats)
         tail_top, _, _, tail_total = merge_shards(stats[..., 0], stats[..., 1], scale)
         inside = (ids >= 0) & (ids < self.options.vocab_size)
         log_tail, chosen = tail_total.log(), stats[..., 2:].sum(0).where(inside, math.nan)
@@ -247,15 +208,16 @@ class TopkTeacher:
         buckets = torch.cat([below if scale is None else below * scale[:, None], log_tail[:, None]], 1)
         log_p = buckets.log_softmax(1)
         # 3. Their divergence, and its slope in each bucket.
-        log_q = self.log_q[self.student.rows[number]]
         sums = torch.stack([terms.sum(1) for terms in divergence_terms(log_p, log_q, beta)], 1)
         slope = divergence_slope(log_p, log_q, sums[:, 1:], beta)
         log_tail = log_tail.masked_fill(log_tail == -math.inf, 0)
         return loss_of(sums, beta), torch.cat([slope, tail_top[:, None], log_tail[:, None]], 1)
 
-    def grad_(self, number: int, logits: Tensor, kept: Tensor, grad_loss: Tensor) -> None:
+    def grad_(
+        self, logits: Tensor, ids: Tensor, log_q: Tensor, scale: Tensor | None, kept: Tensor,
+        grad_loss: Tensor,
+    ) -> None:  # fmt: skip
         """Overwrite the student's logits of a chunk with their gradient."""
-        ids, scale = self._of(number)
         slope = kept[:, :-2] * grad_loss[:, None]
         # 1. Of the tail: its slope, in the proportions of a softmax.
         torch.ops.fastmp.log_probs_grad_(
@@ -281,57 +243,3 @@ def _put(logits: Tensor, columns: Tensor, here: Tensor, values: Tensor) -> None:
     default = values.gather(1, first).where(some, logits[:, :1])
     columns = columns.where(here, columns.gather(1, first))
     logits.scatter_(1, columns, values.where(here, default))
-
-
-Teacher = HiddenTeacher | TopkTeacher
-
-
-def _teacher(tokens: DistillationTokens, options: DistillationOptions, rows: TokenRows) -> Teacher:
-    return (TopkTeacher if tokens.by_topk else HiddenTeacher)(tokens, options, rows)
-
-
-def make_losses(
-    tokens: DistillationTokens, options: DistillationOptions, shards: Shards
-) -> tuple[Tensor, Tensor]:
-    """Return the losses (N,), and numbers (N, W) of each token for the backward pass."""
-    rows = TokenRows(shards, tokens)
-    teacher = _teacher(tokens, options, rows)
-    chunks = teacher.student
-    found = [teacher.losses(number, chunks.logits(number)) for number in range(len(chunks.rows))]
-    losses, kept = zip(*found, strict=True)
-    return rows.spread(joined([*losses])), rows.spread(joined([*kept]))
-
-
-def make_gradients(
-    tokens: DistillationTokens, main_grad: Tensor | None, kept: Tensor, grad_loss: Tensor,
-    options: DistillationOptions, shards: Shards, wanted: tuple[bool, bool],
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Return the gradients of hidden states and weight from the upstream gradient of each loss, (N,)."""
-    rows = TokenRows(shards, tokens)
-    teacher = _teacher(tokens, options, rows)
-    chunks, kept, grad_loss = teacher.student, rows.select(kept), rows.select(grad_loss)
-    gradients = HeadGradients(chunks, rows.shards, wanted, main_grad)
-    for number, part in enumerate(chunks.rows):
-        logits = chunks.logits(number)
-        teacher.grad_(number, logits, kept[part], grad_loss[part])
-        gradients.add(number, logits)
-    return gradients.results()[:2]
-
-
-def make_both(
-    tokens: DistillationTokens, grad_loss: Tensor, options: DistillationOptions, shards: Shards,
-    wanted: tuple[bool, bool],
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return the losses (N,), and the gradients of hidden states and weight, from logits computed once."""
-    rows = TokenRows(shards, tokens)
-    teacher = _teacher(tokens, options, rows)
-    chunks, grad_loss = teacher.student, rows.select(grad_loss)
-    gradients = HeadGradients(chunks, rows.shards, wanted, None)
-    losses = []
-    for number, part in enumerate(chunks.rows):
-        logits = chunks.logits(number)
-        loss, kept = teacher.losses(number, logits)
-        teacher.grad_(number, logits, kept, grad_loss[part])
-        gradients.add(number, logits)
-        losses.append(loss)
-    return rows.spread(joined(losses)), *gradients.results()[:2]

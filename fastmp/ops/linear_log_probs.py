@@ -19,35 +19,18 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from fastmp.ops.chunked_head import ALONE, HeadPass, Shards
+from fastmp.ops.chunked_loss import ChunkedLoss, HeadCall, head_of, opaque_passes, per_token
 from fastmp.ops.core import checks
 from fastmp.ops.core.registry import (
-    Differentiable,
     can_read_values,
     compute_dtype,
     is_recorded,
-    raise_if_create_graph,
     register,
     without_autocast,
 )
 from fastmp.ops.cross_entropy_triton import real_columns
-from fastmp.ops.linear_cross_entropy_chunks import (
-    ALONE,
-    HeadCall,
-    Shards,
-    fake_gradients,
-    head_of,
-    is_opaque,
-    kept_logits,
-    make_gradients,
-    make_stats,
-    opaque,
-    per_token,
-    present,
-    split_options,
-    taken,
-)
 from fastmp.ops.linear_log_probs_triton import launch_grad, launch_stats
-from fastmp.ops.live_rows import LiveRows
 from fastmp.profiling import traced
 
 _NAN = float("nan")
@@ -161,141 +144,80 @@ def merge_shards(
     return top, gap, share, (sums * share).sum(0)
 
 
-def _merge(
-    stats: Tensor, target: Tensor, scale: Tensor | None, options: _Options
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Merge the statistics (P, N, 3 or 4) of all shards: (log_prob, entropy, top, log_total), each (N,).
+class _LogProbPass(HeadPass):
+    Options = _Options
+    inputs, per_token = ("target", "scale", "live"), ("target", "scale")
+    saved = ("entropy", "top", "log_total")
+    grads = ("grad_log_prob", "grad_entropy")
 
-    Relative to the maximum until the end: an almost certain token has a log-probability close to 0. Without
-    entropy, that is an empty tensor.
-    """
-    maxima, sums, target_logits, *weighted = stats.unbind(-1)
-    top, gap, share, total = merge_shards(maxima, sums, scale)
-    log_total = total.log()
-    ignored, wrong = target == options.ignore_index, (target < 0) | (target >= options.vocab_size)
-    of_target = target_logits.sum(0) - top
-    if scale is not None:
-        of_target, wrong = of_target * scale, wrong | (scale <= 0)
+    @classmethod
+    def num_results(cls, options: _Options) -> int:
+        return 1 + options.with_entropy
 
-    def of_targets(values: Tensor) -> Tensor:
-        return values.masked_fill(wrong, _NAN).masked_fill(ignored, 0)
+    def stats(self, logits: Tensor, target: Tensor, scale: Tensor | None) -> Tensor:
+        vocab_start, vocab_size, _, with_entropy, _ = self.options
+        return torch.ops.fastmp.log_probs_stats(logits, target, scale, vocab_start, vocab_size, with_entropy)
 
-    log_prob = of_targets(of_target - log_total)
-    entropy = total.new_empty(0)
-    if weighted:
-        merged = share * (weighted[0] + sums * gap.masked_fill(share == 0, 0))
-        entropy = of_targets(log_total - merged.sum(0) / total)
-    return log_prob, entropy, top, log_total
+    def merge(
+        self, stats: Tensor, target: Tensor, scale: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Merge the statistics (P, N, 3 or 4) of all shards: (log_prob, entropy, top, log_total), each (N,).
 
+        Relative to the maximum until the end: an almost certain token has a log-probability close to 0.
+        Without entropy, that is an empty tensor.
+        """
+        options = self.options
+        maxima, sums, target_logits, *weighted = stats.unbind(-1)
+        top, gap, share, total = merge_shards(maxima, sums, scale)
+        log_total = total.log()
+        ignored, wrong = target == options.ignore_index, (target < 0) | (target >= options.vocab_size)
+        of_target = target_logits.sum(0) - top
+        if scale is not None:
+            of_target, wrong = of_target * scale, wrong | (scale <= 0)
 
-def _make_log_probs(
-    hidden: Tensor, weight: Tensor, target: Tensor, scale: Tensor | None, options: _Options, shards: Shards,
-    keep: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return (log_prob, entropy, top, log_total), followed by the tensors that `make_stats` keeps."""
+        def of_targets(values: Tensor) -> Tensor:
+            return values.masked_fill(wrong, _NAN).masked_fill(ignored, 0)
 
-    def stats_of(logits: Tensor, rows: slice) -> Tensor:
-        of_rows = None if scale is None else scale[rows]
-        return torch.ops.fastmp.log_probs_stats(
-            logits, target[rows], of_rows, options.vocab_start, options.vocab_size, options.with_entropy
-        )
+        log_prob = of_targets(of_target - log_total)
+        entropy = total.new_empty(0)
+        if weighted:
+            merged = share * (weighted[0] + sums * gap.masked_fill(share == 0, 0))
+            entropy = of_targets(log_total - merged.sum(0) / total)
+        return log_prob, entropy, top, log_total
 
-    stats, *kept = make_stats(hidden, weight, None, stats_of, options.workspace, shards, keep)
-    return (*_merge(stats, target, scale, options), *kept)
-
-
-def _make_gradients(
-    hidden: Tensor, weight: Tensor, main_grad: Tensor | None, tokens: tuple[Tensor | None, ...],
-    options: _Options, shards: Shards, wanted: tuple[bool, bool], kept: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Return the gradients of hidden and weight; `tokens` are arguments of `log_probs_grad_`."""
-
-    def grad_(logits: Tensor, rows: slice) -> None:
-        of_rows = [None if one is None else one[rows] for one in tokens]
-        torch.ops.fastmp.log_probs_grad_(logits, *of_rows, *options[:3])
-
-    hidden_weight_bias = make_gradients(
-        hidden, weight, None, grad_, main_grad, options.workspace, shards, wanted, kept
-    )
-    return hidden_weight_bias[:2]
+    def grad_(
+        self, logits: Tensor, target: Tensor, scale: Tensor | None, entropy: Tensor, top: Tensor,
+        log_total: Tensor, grad_log_prob: Tensor, grad_entropy: Tensor | None,
+    ) -> None:  # fmt: skip
+        torch.ops.fastmp.log_probs_grad_(
+            logits, target, top, log_total, grad_log_prob, None if grad_entropy is None else entropy,
+            grad_entropy, scale, *self.options[:3],
+        )  # fmt: skip
 
 
-def _log_probs(hidden, weight, target, scale, *options):
-    return _make_log_probs(hidden, weight, target, scale, _Options(*options), ALONE, False)
-
-
-def _fake_log_probs(hidden, weight, target, scale, *options):
-    entropy_rows = hidden if _Options(*options).with_entropy else hidden[:0]
+def _fake_outputs(values: dict[str, Any]) -> tuple[Tensor, ...]:
+    hidden = values["hidden"]
+    entropy_rows = hidden if values["with_entropy"] else hidden[:0]
     return per_token(hidden), per_token(entropy_rows), per_token(hidden), per_token(hidden)
 
 
-def _gradients(hidden, weight, main_grad, *more):
-    tokens, (options, wanted) = more[:7], split_options(_Options, more[7:])
-    return present(hidden, _make_gradients(hidden, weight, main_grad, tokens, options, ALONE, wanted, None))
-
-
-def _fake_gradients(hidden, weight, main_grad, *more):
-    wanted = split_options(_Options, more[7:])[1]
-    return fake_gradients(hidden, weight, None, main_grad, *wanted)[:2]
-
-
-_SCHEMA = "int vocab_start, int vocab_size, int ignore_index, bool with_entropy, int workspace"
-_compiled_log_probs = opaque(
-    f"linear_log_probs_forward(Tensor hidden, Tensor weight, Tensor target, Tensor? scale, {_SCHEMA})"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    _log_probs,
-    _fake_log_probs,
+_OPTIONS = "int vocab_start, int vocab_size, int ignore_index, bool with_entropy, int workspace"
+_linear_log_probs = ChunkedLoss(
+    "linear_log_probs",
+    _LogProbPass,
+    opaque_passes(
+        lambda values: _LogProbPass,
+        _fake_outputs,
+        {
+            "forward": "linear_log_probs_forward(Tensor hidden, Tensor weight, Tensor target, Tensor? scale,"
+            f" {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+            "gradients": "linear_log_probs_gradients(Tensor hidden, Tensor weight, Tensor(a!)? main_grad,"
+            " Tensor target, Tensor top, Tensor log_total, Tensor grad_log_prob, Tensor? entropy,"
+            f" Tensor? grad_entropy, Tensor? scale, {_OPTIONS}, bool want_hidden, bool want_weight)"
+            " -> (Tensor, Tensor)",
+        },
+    ),
 )
-_compiled_gradients = opaque(
-    "linear_log_probs_gradients(Tensor hidden, Tensor weight, Tensor(a!)? main_grad, Tensor target,"
-    " Tensor top, Tensor log_total, Tensor grad_log_prob, Tensor? entropy, Tensor? grad_entropy,"
-    f" Tensor? scale, {_SCHEMA}, bool want_hidden, bool want_weight) -> (Tensor, Tensor)",
-    _gradients,
-    _fake_gradients,
-)
-
-
-def _forward(hidden, weight, target, scale, main_grad, call: HeadCall):
-    if is_opaque(call.shards):
-        return _compiled_log_probs(hidden, weight, target, scale, *call.options)
-    # with two outputs, each with its own backward, the second would recompute the logits
-    keep = any(call.wanted) and not call.options.with_entropy
-    return _make_log_probs(hidden, weight, target, scale, call.options, call.shards, keep)
-
-
-def _setup(ctx, inputs, output):
-    hidden, weight, target, scale, ctx.main_grad, ctx.call = inputs
-    _, entropy, top, log_total, *kept = output
-    ctx.mark_non_differentiable(*output[1 + ctx.call.options.with_entropy :])
-    ctx.set_materialize_grads(False)
-    hidden = kept[1] if len(kept) > 1 else hidden
-    ctx.save_for_backward(hidden, weight, target, scale, entropy, top, log_total, kept[0] if kept else None)
-
-
-@traced("fastmp.linear_log_probs_backward")
-def _backward(ctx, grad_log_prob, grad_entropy, *_):
-    if not ctx.call.options.with_entropy:
-        grad_entropy = None  # compilers pass an empty tensor
-    if grad_log_prob is None and grad_entropy is None:
-        return (None,) * 6
-    raise_if_create_graph("linear_log_probs")
-    hidden, weight, target, scale, entropy, top, log_total, kept = ctx.saved_tensors
-    (options, shards, wanted, _), main_grad = ctx.call, ctx.main_grad
-    if grad_log_prob is None:
-        grad_log_prob = torch.zeros_like(top)
-    entropy = None if grad_entropy is None else entropy
-    tokens = (target, top, log_total, grad_log_prob, entropy, grad_entropy, scale)
-    if is_opaque(shards):
-        grads = _compiled_gradients(hidden, weight, main_grad, *tokens, *options, *wanted)
-        grads = taken(grads, wanted, main_grad)
-    else:
-        with without_autocast(hidden.device.type), torch.no_grad():
-            kept = kept_logits(kept)
-            grads = _make_gradients(hidden, weight, main_grad, tokens, options, shards, wanted, kept)
-    return (*grads, None, None, None, None)
-
-
-_linear_log_probs = Differentiable("linear_log_probs", _forward, _setup, _backward)
 
 
 def inverse_temperature(
@@ -348,27 +270,19 @@ def linear_log_probs_of(
 
     `target` has the ids of all tokens, `hidden` the rows that `shards.gather_hidden` gathers.
     """
-    hidden, weight, _, main_grad, wanted, vocab_start, vocab_size, workspace = head_of(
-        name, shards, hidden, weight, target, ignore_index, vocab_size, workspace
-    )
-    scale = inverse_temperature(name, temperature, target.shape, hidden)
-    options = _Options(vocab_start, vocab_size, ignore_index, return_entropy, workspace)
-    rows, ids = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+    head = head_of(name, shards, hidden, weight, target, ignore_index, vocab_size, workspace)
+    scale = inverse_temperature(name, temperature, target.shape, head.rows)
+    options = _Options(head.vocab_start, head.vocab_size, ignore_index, return_entropy, head.workspace)
+    rows, ids = head.rows, target.reshape(-1)
     live = _live_rows(ids, ignore_index) if skip_ignored else None
-    if live is not None:
-        ids, scale = ids[live], None if scale is None else scale[live]
-        shards = LiveRows(shards, live, target.numel(), len(rows))
     with without_autocast(rows.device.type):
-        log_prob, entropy, *_ = _linear_log_probs(
-            rows, weight, ids, scale, main_grad, HeadCall(options, shards, wanted)
+        outputs = _linear_log_probs.unknown(
+            rows, head.weight, None, ids, scale, live, head.main_grad, HeadCall(options, shards, head.wanted)
         )
-
-    def of_tokens(values: Tensor) -> Tensor:
-        if live is not None:
-            values = values.new_zeros(target.numel()).index_copy(0, live, values)
-        return values.reshape(target.shape)
-
-    return (of_tokens(log_prob), of_tokens(entropy)) if return_entropy else of_tokens(log_prob)
+    results = outputs[: 1 + return_entropy]
+    if target.dim() != 1:
+        results = tuple(each.reshape(target.shape) for each in results)
+    return results if return_entropy else results[0]
 
 
 @overload

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from fastmp.distributed.collectives import all_gather, all_reduce_, group_size, reduce_scatter
+from fastmp.ops.chunked_head import ALONE, Shards
 from fastmp.ops.linear_cross_entropy import linear_cross_entropy_of
-from fastmp.ops.linear_cross_entropy_chunks import ALONE, Shards
-from fastmp.ops.linear_distillation import linear_distillation_of, linear_topk_distillation_of
+from fastmp.ops.linear_distillation import linear_distillation_of
 from fastmp.ops.linear_log_probs import linear_log_probs_of
 from fastmp.profiling import traced
 
@@ -170,8 +170,9 @@ def vocab_parallel_linear_distillation(
     """
     return linear_distillation_of(
         shards_of(group, sequence_parallel), "vocab_parallel_linear_distillation", hidden, weight,
-        teacher_hidden, teacher_weight, divergence=divergence, beta=beta, temperature=temperature, mask=mask,
-        num_tokens=num_tokens, vocab_size=vocab_size, reduction=reduction, workspace=workspace,
+        (teacher_hidden, teacher_weight), topk=False, divergence=divergence, beta=beta,
+        temperature=temperature, mask=mask, num_tokens=num_tokens, vocab_size=vocab_size,
+        reduction=reduction, workspace=workspace,
     )  # fmt: skip
 
 
@@ -206,8 +207,9 @@ def vocab_parallel_linear_topk_distillation(
 
         The other options, the result and the errors are those of `fastmp.ops.linear_topk_distillation`.
     """
-    return linear_topk_distillation_of(
+    return linear_distillation_of(
         shards_of(group, sequence_parallel), "vocab_parallel_linear_topk_distillation", hidden, weight,
-        teacher_ids, teacher_log_probs, divergence=divergence, beta=beta, temperature=temperature, mask=mask,
-        num_tokens=num_tokens, vocab_size=vocab_size, reduction=reduction, workspace=workspace,
+        (teacher_ids, teacher_log_probs), topk=True, divergence=divergence, beta=beta,
+        temperature=temperature, mask=mask, num_tokens=num_tokens, vocab_size=vocab_size,
+        reduction=reduction, workspace=workspace,
     )  # fmt: skip

@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measure import extra_bytes
 from fastmp.ops import cross_entropy, linear_cross_entropy
+from fastmp.ops.chunked_head import chunk_size
 from fastmp.ops.linear_cross_entropy import _FEW_LOGITS
-from fastmp.ops.linear_cross_entropy_chunks import chunk_size
 from fastmp.optim.grad_buffers import GradBuffer
 
 N, H, V = 22, 12, 40

@@ -1,0 +1,338 @@
+"""Losses over a chunked output head as functions with a derivative, and the checks of their arguments.
+
+If the upstream gradient of every token's loss is known, or known up to a factor (a mean or sum), the forward
+pass computes the gradients, so that the logits of a chunk are computed once. Otherwise the forward pass saves
+a few numbers per token, and the backward pass recomputes the logits, or takes those of the only chunk.
+
+What is saved may be overwritten in the last backward pass. While autograd retains the graph it is copied, so
+that a second backward pass runs as in torch, and without `retain_graph` torch raises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastmp.ops.chunked_head import ALONE, WORKSPACE, WORKSPACE_CPU, HeadPass, Shards
+from fastmp.ops.core import checks
+from fastmp.ops.core.backends import LIBRARY
+from fastmp.ops.core.registry import (
+    Differentiable,
+    autocast,
+    can_read_values,
+    compute_dtype,
+    raise_if_create_graph,
+    without_autocast,
+)
+from fastmp.ops.cross_entropy import check_range
+from fastmp.ops.cross_entropy_reference import check_upstream_grad
+from fastmp.ops.wgrad import main_grad_of
+from fastmp.profiling import traced
+
+Values = dict[str, Any]  # tensors and numbers by name
+
+
+class HeadCall(NamedTuple):
+    """The arguments of a call that are not tensors.
+
+    options: of the op. wanted: if the hidden states and the weight want gradients. reduction: other than
+    "none" if the upstream gradient is known up to a factor.
+    """
+
+    options: Any
+    shards: Shards
+    wanted: tuple[bool, bool]
+    reduction: str = "none"
+
+
+def is_retained() -> bool:
+    """Return True in a backward pass after which another may follow: it must not overwrite what is saved."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def scale_once(grad: Tensor, factor: Tensor) -> Tensor:
+    """Multiply grad by a 0-dim factor, rounded once; in the memory of `grad` in the last backward pass."""
+    if is_retained():
+        return (grad.to(factor.dtype) * factor).to(grad.dtype)
+    if can_read_values(factor) and factor == 1:  # that of `loss.backward()`
+        return grad
+    if grad.dtype == factor.dtype:
+        return grad.mul_(factor)
+    # torch.amp's gradient scaling rounds once; mul_ by a wider factor has a tenth of its speed on a CPU
+    torch._amp_foreach_non_finite_check_and_unscale_([grad], factor.new_empty(1), factor)
+    return grad
+
+
+def per_token(hidden: Tensor, *numbers: int) -> Tensor:
+    """Return an empty tensor of a number, or `numbers`, per row of `hidden`, for a fake."""
+    return hidden.new_empty((hidden.shape[0], *numbers), dtype=compute_dtype(hidden.dtype))
+
+
+def _present(like: Tensor, grads: Any) -> tuple[Tensor, ...]:
+    """Replace absent gradients by empty tensors, as ops return them."""
+    return tuple(like.new_empty(0) if grad is None else grad for grad in grads)
+
+
+def _fake_gradients(values: Values) -> tuple[Tensor, ...]:
+    hidden, weight, bias = values["hidden"], values["weight"], values.get("bias")
+    has_dweight = values["want_weight"] and values.get("main_grad") is None
+    return (
+        hidden.new_empty(hidden.shape if values["want_hidden"] else (0,)),
+        weight.new_empty(weight.shape if has_dweight else (0,)),
+        weight.new_empty((0,) if bias is None else bias.shape),
+    )
+
+
+def _opaque(schema: str, run: Callable, fake: Callable) -> Callable[[Values], Any]:
+    """Define an op for any device and return its caller; all functions take its arguments by name."""
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    op = getattr(torch.ops.fastmp, name).default
+    names, count = [each.name for each in op._schema.arguments], len(op._schema.returns)
+
+    def by_name(function: Callable) -> Callable:
+        return lambda *arguments: function(dict(zip(names, arguments)))[:count]
+
+    LIBRARY.impl(name, by_name(run), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fastmp::{name}", by_name(fake), lib=LIBRARY)
+    return lambda values: op(*[values[each] for each in names])
+
+
+def opaque_passes(
+    head_of: Callable[[Values], type[HeadPass]], fake: Callable, schemas: dict[str, str]
+) -> dict[str, Callable[[Values], Any]]:
+    """Define one op for each pass, which compilers see in place of a loop over chunks.
+
+    Args:
+        head_of: returns the class of the passes from the arguments by name.
+        fake: returns empty outputs of the forward pass from them.
+        schemas: by the name of the method of `HeadPass`. Arguments are named as its `values`.
+    """
+
+    def runner(method: str) -> Callable[[Values], Any]:
+        def run(values: Values) -> tuple[Tensor, ...]:
+            head = head_of(values)
+            options = head.Options(*(values[name] for name in head.Options._fields))
+            return _present(values["hidden"], getattr(head(values, options, ALONE), method)())
+
+        return run
+
+    fakes = {
+        "forward": fake,
+        "gradients": _fake_gradients,
+        "both": lambda values: (per_token(values["hidden"]), *_fake_gradients(values)),
+    }
+    return {method: _opaque(schema, runner(method), fakes[method]) for method, schema in schemas.items()}
+
+
+class ChunkedLoss:
+    """The autograd functions of one public function.
+
+    Args:
+        name: of the node, of errors and of ranges.
+        head: the passes.
+        opaque: the same as ops, from `opaque_passes`.
+    """
+
+    def __init__(self, name: str, head: type[HeadPass], opaque: dict[str, Callable]) -> None:
+        self.name, self.head, self.opaque = name, head, opaque
+        self.tensors = ("hidden", "weight", "bias", *head.inputs)
+        ranged = traced(f"fastmp.{name}_backward")
+        self.unknown = Differentiable(name, self._forward, self._setup, ranged(self._backward))
+        known = self._forward_known, self._setup_known, ranged(self._backward_known)
+        self.known = Differentiable(name, *known)
+
+    def __call__(
+        self, tensors: tuple[Any, ...], main_grad: Tensor | None, call: HeadCall,
+        shape: tuple[int, ...], number: Callable[[], Any], loss_grad: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the losses in `shape`, or reduced.
+
+        Args:
+            tensors: hidden, weight and bias, then the inputs of the head.
+            number: returns the divisor of a mean, 0-dim.
+            loss_grad: (N,) the upstream gradient of each loss, if known; without a reduction only.
+        """
+        hidden, reduction = tensors[0], call.reduction
+        divisor = number() if reduction == "mean" else None
+        # Gradients can be computed before their factor is known, except in float16, which may not hold them
+        # unscaled, and with main_grad, which cannot be scaled after they were added.
+        if reduction != "none" and main_grad is None and hidden.dtype != torch.float16:
+            one = torch.ones((), dtype=compute_dtype(hidden.dtype), device=hidden.device)
+            loss_grad = (one if divisor is None else one / divisor).expand(math.prod(shape))
+        with without_autocast(hidden.device.type):
+            if loss_grad is not None and any(call.wanted):
+                loss = self.known(*tensors, loss_grad, divisor, main_grad, call)[0]
+            else:
+                loss = _reduced(self.unknown(*tensors, main_grad, call)[0], divisor, reduction)
+        return loss if reduction != "none" or len(shape) == 1 else loss.reshape(shape)
+
+    def _run(
+        self, method: str, call: HeadCall, main_grad: Tensor | None, tensors: Any, **others: Any
+    ) -> Any:  # fmt: skip
+        values = {**dict(zip(self.tensors, tensors)), **others, "main_grad": main_grad}
+        values["want_hidden"], values["want_weight"] = call.wanted
+        if call.shards is ALONE and torch.compiler.is_compiling():
+            return self.opaque[method]({**values, **dict(zip(call.options._fields, call.options))})
+        return getattr(self.head(values, call.options, call.shards), method)()
+
+    def _grads(self, ctx: Any, grads: Any) -> tuple[Tensor | None, ...]:
+        """Return a gradient, or None if there is none, for each of the first arguments of the function."""
+        want_hidden, want_weight = ctx.call.wanted
+        exist = (want_hidden, want_weight and ctx.main_grad is None, ctx.has_bias)
+        return tuple(grad if there else None for grad, there in zip((*grads, None), exist))
+
+    def _forward(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """Return the results for any upstream gradient, and what the backward pass needs."""
+        *tensors, main_grad, call = arguments
+        return self._run("forward", call, main_grad, tensors, keep=any(call.wanted))
+
+    def _setup(self, ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.main_grad, ctx.call = inputs
+        ctx.has_bias, last = tensors[2] is not None, 1 + len(self.head.saved)
+        ctx.mark_non_differentiable(*output[self.head.num_results(ctx.call.options) :])
+        ctx.set_materialize_grads(False)
+        logits, *gathered = output[last:] or (None,)
+        ctx.save_for_backward(*(gathered or tensors[:1]), *tensors[1:], *output[1:last], logits)
+
+    def _backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        call, results = ctx.call, self.head.num_results(ctx.call.options)
+        nothing = (None,) * (len(self.tensors) + 2)
+        grads = grads[:results]  # compilers pass empty tensors for the other outputs
+        if all(grad is None for grad in grads):
+            return nothing
+        raise_if_create_graph(self.name)
+        *tensors, logits = ctx.saved_tensors
+        saved = dict(zip(self.head.saved, tensors[len(self.tensors) :]))
+        upstream = {**dict.fromkeys(self.head.grads), **dict(zip(self.head.grads, grads))}
+        first = self.head.grads[0]
+        if upstream[first] is None:
+            upstream[first] = torch.zeros_like(tensors[-1])
+        if logits is not None and is_retained():
+            logits = logits.clone()
+        with without_autocast(tensors[0].device.type), torch.no_grad():
+            found = self._run("gradients", call, ctx.main_grad, tensors, logits=logits, **saved, **upstream)
+        return *self._grads(ctx, found), *nothing[3:]
+
+    def _forward_known(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """Return the losses (N,), or reduced, and gradients of hidden, weight and bias, empty if absent."""
+        *tensors, grad_loss, divisor, main_grad, call = arguments
+        loss, *grads = self._run("both", call, main_grad, tensors, grad_loss=grad_loss)
+        return _reduced(loss, divisor, call.reduction), *_present(loss, grads)
+
+    def _setup_known(self, ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        *tensors, grad_loss, _, ctx.main_grad, ctx.call = inputs
+        ctx.has_bias, ctx.spent = tensors[2] is not None, False
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        by_token = (tensors[3], grad_loss) if ctx.call.reduction == "none" else ()
+        ctx.save_for_backward(*by_token, *output[1:])
+
+    def _backward_known(self, ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        nothing = (None,) * (len(self.tensors) + 4)
+        if grad_loss is None:
+            return nothing
+        raise_if_create_graph(self.name)
+        if ctx.spent:
+            raise RuntimeError(
+                f"{self.name}: with loss_grad the forward computes the gradients, which one backward "
+                "consumes: there is no second backward; for two, leave out loss_grad"
+            )
+        grads = ctx.saved_tensors
+        if ctx.call.reduction == "none":
+            target, loss_grad, *grads = grads
+            ignored = target == ctx.call.options.ignore_index
+            check_upstream_grad(self.name, grad_loss, loss_grad, ignored)
+            ctx.spent = True
+        else:
+            grads = [scale_once(grad, grad_loss) for grad in grads]
+        if (
+            torch.compiler.is_compiling()
+        ):  # torch 2.10 cannot divide a graph whose backward returns what is saved
+            grads = [grad.view_as(grad) for grad in grads]
+        return *self._grads(ctx, grads), *nothing[3:]
+
+
+def _reduced(loss: Tensor, divisor: Tensor | None, reduction: str) -> Tensor:
+    if reduction == "none":
+        return loss
+    return loss.sum() if divisor is None else loss.sum() / divisor
+
+
+class Head(NamedTuple):
+    """Output weight, bias and rows of hidden states after autocast, and the place in the vocabulary.
+
+    wanted: if the hidden states and the weight want gradients. main_grad: receives the weight's gradient.
+    """
+
+    rows: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    main_grad: Tensor | None
+    wanted: tuple[bool, bool]
+    vocab_start: int
+    vocab_size: int
+    workspace: int
+
+
+def head_of(
+    name: str, shards: Shards, hidden: Tensor, weight: Tensor, target: Tensor | None, ignore_index: int,
+    vocab_size: int | None, workspace: int | None, bias: Tensor | None = None,
+) -> Head:  # fmt: skip
+    """Check the arguments of a public function; errors begin with `name`. A loss may have no targets."""
+    # Of the parameter, not of its autocast copy.
+    main_grad = main_grad_of(weight, compiles=True) if torch.is_grad_enabled() else None
+    hidden, weight, bias = autocast(hidden, weight, bias)
+    wanted = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
+    shard = weight.shape[0] if weight.dim() else 0
+    vocab_size = shards.size * shard if vocab_size is None else vocab_size
+    if workspace is None:
+        workspace = WORKSPACE_CPU if hidden.device.type == "cpu" else WORKSPACE
+    _check_head(name, shards, hidden, weight, target, main_grad, vocab_size, ignore_index, workspace)
+    checks.check_same(name, weight=weight, bias=bias)
+    checks.check_shape(name, weight.shape[:1], to=("weight", weight), bias=bias)
+    rows = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
+    return Head(rows, weight, bias, main_grad, wanted, shards.rank * shard, vocab_size, workspace)
+
+
+def _check_head(
+    name: str, shards: Shards, hidden: Tensor, weight: Tensor, target: Tensor | None,
+    main_grad: Tensor | None, vocab_size: int, ignore_index: int, workspace: int,
+) -> None:  # fmt: skip
+    """Raise ValueError unless hidden states, output weight and targets fit."""
+
+    def require(condition: bool, message: str, *values: Any) -> None:
+        checks.require(condition, f"{name}: " + message, *values)
+
+    checks.check_floating(name, "hidden", hidden)
+    shape, columns = hidden.shape, weight.shape
+    require(weight.dim() == 2, "weight must be (V, H), got shape {}", columns)
+    fits = shape[-1:] == columns[1:]
+    require(fits, "hidden {} does not fit weight {}: expected (..., H) and (V, H)", shape, columns)
+    checks.check_same(name, hidden=hidden, weight=weight)
+    checks.check_main_grad(name, main_grad, weight=weight)
+    if target is not None:
+        checks.check_same_device(name, hidden=hidden, target=target)
+        tokens = shards.tokens(tuple(shape))
+        fits = tuple(target.shape) == tokens
+        require(
+            fits,
+            "expected target of shape {} for hidden {}, got {}; arguments are (hidden, weight, target)",
+            tokens,
+            shape,
+            target.shape,
+        )
+    rows = shards.size * columns[0]
+    checks.check_number(name, integer=True, vocab_size=vocab_size, ignore_index=ignore_index)
+    within = 0 < vocab_size <= rows
+    require(within, "vocab_size is {}, but weight has {} rows in {} shards", vocab_size, rows, shards.size)
+    require(workspace >= 0, "workspace must not be negative, got {}", workspace)
+    if target is not None:
+        require(target.dtype == torch.int64, "expected int64 target, got {}", target.dtype)
+        check_range(name, target, vocab_size, ignore_index)
