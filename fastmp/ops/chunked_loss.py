@@ -132,10 +132,10 @@ def opaque_passes(
 
 
 class ChunkedLoss:
-    """The autograd functions of one public function.
+    """A loss of hidden states and an output weight as a function with a derivative.
 
     Args:
-        name: of the node, of errors and of ranges.
+        name: of the autograd node, of errors and of ranges.
         head: the passes.
         opaque: the same as ops, from `opaque_passes`.
     """
@@ -143,102 +143,104 @@ class ChunkedLoss:
     def __init__(self, name: str, head: type[HeadPass], opaque: dict[str, Callable]) -> None:
         self.name, self.head, self.opaque = name, head, opaque
         self.tensors = ("hidden", "weight", "bias", *head.inputs)
-        ranged = traced(f"fastmp.{name}_backward")
-        self.unknown = Differentiable(name, self._forward, self._setup, ranged(self._backward))
-        known = self._forward_known, self._setup_known, ranged(self._backward_known)
-        self.known = Differentiable(name, *known)
+        backward = traced(f"fastmp.{name}_backward")(self._backward)
+        self.function = Differentiable(name, self._forward, self._setup, backward)
 
-    def __call__(
-        self, tensors: tuple[Any, ...], main_grad: Tensor | None, call: HeadCall,
-        shape: tuple[int, ...], number: Callable[[], Any], loss_grad: Tensor | None = None,
+    def outputs(
+        self, head: HeadArguments, options: Any, inputs: tuple[Tensor | None, ...],
+        loss_grad: Tensor | None = None, divisor: Tensor | None = None, reduction: str = "none",
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Return the results, and what is saved."""
+        rows, weight, bias, main_grad, wanted, shards, *_ = head
+        call = HeadCall(options, shards, wanted, reduction)
+        with without_autocast(rows.device.type):
+            return self.function(rows, weight, bias, *inputs, loss_grad, divisor, main_grad, call)
+
+    def reduced(
+        self, head: HeadArguments, options: Any, inputs: tuple[Tensor | None, ...],
+        shape: tuple[int, ...], reduction: str, number: Callable[[], Tensor],
+        loss_grad: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the losses in `shape`, or reduced.
 
         Args:
-            tensors: hidden, weight and bias, then the inputs of the head.
+            head, options, inputs: of the call.
             number: returns the divisor of a mean, 0-dim.
             loss_grad: (N,) the upstream gradient of each loss, if known; without a reduction only.
         """
-        hidden, reduction = tensors[0], call.reduction
+        rows, dtype = head.rows, head.rows.dtype
         divisor = number() if reduction == "mean" else None
         # Gradients can be computed before their factor is known, except in float16, which may not hold them
         # unscaled, and with main_grad, which cannot be scaled after they were added.
-        if reduction != "none" and main_grad is None and hidden.dtype != torch.float16:
-            one = torch.ones((), dtype=compute_dtype(hidden.dtype), device=hidden.device)
-            loss_grad = (one if divisor is None else one / divisor).expand(math.prod(shape))
-        with without_autocast(hidden.device.type):
-            if loss_grad is not None and any(call.wanted):
-                loss = self.known(*tensors, loss_grad, divisor, main_grad, call)[0]
-            else:
-                loss = _reduced(self.unknown(*tensors, main_grad, call)[0], divisor, reduction)
-        return loss if reduction != "none" or len(shape) == 1 else loss.reshape(shape)
+        if not any(head.wanted):
+            loss_grad = None
+        elif reduction != "none" and head.main_grad is None and dtype != torch.float16:
+            one = rows.new_ones((), dtype=compute_dtype(dtype)) if divisor is None else divisor.reciprocal()
+            loss_grad = one.expand(math.prod(shape))
+        loss = self.outputs(head, options, inputs, loss_grad, divisor, reduction)[0]
+        if reduction != "none":
+            return loss if loss_grad is not None else _reduced(loss, divisor)
+        return loss if len(shape) == 1 else loss.reshape(shape)
 
-    def _run(
-        self, method: str, call: HeadCall, main_grad: Tensor | None, tensors: Any, **others: Any
-    ) -> Any:  # fmt: skip
+    def _run(self, method: str, call: HeadCall, main_grad: Tensor | None, tensors: Any, **others: Any) -> Any:
         values = {**dict(zip(self.tensors, tensors)), **others, "main_grad": main_grad}
         values["want_hidden"], values["want_weight"] = call.wanted
         if call.shards is ALONE and torch.compiler.is_compiling():
             return self.opaque[method]({**values, **dict(zip(call.options._fields, call.options))})
         return getattr(self.head(values, call.options, call.shards), method)()
 
-    def _grads(self, ctx: Any, grads: Any) -> tuple[Tensor | None, ...]:
-        """Return a gradient, or None if there is none, for each of the first arguments of the function."""
-        want_hidden, want_weight = ctx.call.wanted
-        exist = (want_hidden, want_weight and ctx.main_grad is None, ctx.has_bias)
-        return tuple(grad if there else None for grad, there in zip((*grads, None), exist))
-
     def _forward(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """Return the results for any upstream gradient, and what the backward pass needs."""
-        *tensors, main_grad, call = arguments
-        return self._run("forward", call, main_grad, tensors, keep=any(call.wanted))
+        """Return the results, and what the backward pass needs.
+
+        With a known upstream gradient that are the gradients of hidden, weight and bias, empty if absent.
+        """
+        *tensors, grad_loss, divisor, main_grad, call = arguments
+        if grad_loss is None:
+            return self._run("forward", call, main_grad, tensors, keep=any(call.wanted))
+        loss, *grads = self._run("both", call, main_grad, tensors, grad_loss=grad_loss)
+        loss = loss if call.reduction == "none" else _reduced(loss, divisor)
+        return loss, *_present(loss, grads)
 
     def _setup(self, ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-        *tensors, ctx.main_grad, ctx.call = inputs
-        ctx.has_bias, last = tensors[2] is not None, 1 + len(self.head.saved)
+        *tensors, grad_loss, _, ctx.main_grad, ctx.call = inputs
+        want_hidden, want_weight = ctx.call.wanted
+        ctx.has_grad = (want_hidden, want_weight and ctx.main_grad is None, tensors[2] is not None)
+        ctx.known, ctx.spent = grad_loss is not None, False
         ctx.mark_non_differentiable(*output[self.head.num_results(ctx.call.options) :])
         ctx.set_materialize_grads(False)
-        logits, *gathered = output[last:] or (None,)
-        ctx.save_for_backward(*(gathered or tensors[:1]), *tensors[1:], *output[1:last], logits)
+        if ctx.known:
+            by_token = (tensors[3], grad_loss) if ctx.call.reduction == "none" else ()
+            ctx.save_for_backward(*output[1:], *by_token)
+        else:
+            last = 1 + len(self.head.saved)
+            logits, *gathered = output[last:] or (None,)
+            ctx.save_for_backward(*(gathered or tensors[:1]), *tensors[1:], *output[1:last], logits)
 
     def _backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        call, results = ctx.call, self.head.num_results(ctx.call.options)
-        nothing = (None,) * (len(self.tensors) + 2)
-        grads = grads[:results]  # compilers pass empty tensors for the other outputs
+        nothing = (None,) * (len(self.tensors) + 4)
+        grads = grads[: self.head.num_results(ctx.call.options)]  # compilers pass others, too
         if all(grad is None for grad in grads):
             return nothing
         raise_if_create_graph(self.name)
+        found = self._scaled(ctx, grads[0]) if ctx.known else self._recomputed(ctx, grads)
+        found = (grad if there else None for grad, there in zip((*found, None), ctx.has_grad))
+        return *found, *nothing[3:]
+
+    def _recomputed(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> Any:
+        """Return the gradients for any upstream gradients, some of which may be None."""
         *tensors, logits = ctx.saved_tensors
-        saved = dict(zip(self.head.saved, tensors[len(self.tensors) :]))
-        upstream = {**dict.fromkeys(self.head.grads), **dict(zip(self.head.grads, grads))}
-        first = self.head.grads[0]
-        if upstream[first] is None:
-            upstream[first] = torch.zeros_like(tensors[-1])
+        values = dict.fromkeys(self.head.grads)
+        values.update(zip(self.head.grads, grads), logits=logits)
+        values.update(zip(self.head.saved, tensors[len(self.tensors) :]))
+        if grads[0] is None:
+            values[self.head.grads[0]] = torch.zeros_like(tensors[-1])
         if logits is not None and is_retained():
-            logits = logits.clone()
+            values["logits"] = logits.clone()
         with without_autocast(tensors[0].device.type), torch.no_grad():
-            found = self._run("gradients", call, ctx.main_grad, tensors, logits=logits, **saved, **upstream)
-        return *self._grads(ctx, found), *nothing[3:]
+            return self._run("gradients", ctx.call, ctx.main_grad, tensors, **values)
 
-    def _forward_known(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """Return the losses (N,), or reduced, and gradients of hidden, weight and bias, empty if absent."""
-        *tensors, grad_loss, divisor, main_grad, call = arguments
-        loss, *grads = self._run("both", call, main_grad, tensors, grad_loss=grad_loss)
-        return _reduced(loss, divisor, call.reduction), *_present(loss, grads)
-
-    def _setup_known(self, ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-        *tensors, grad_loss, _, ctx.main_grad, ctx.call = inputs
-        ctx.has_bias, ctx.spent = tensors[2] is not None, False
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)
-        by_token = (tensors[3], grad_loss) if ctx.call.reduction == "none" else ()
-        ctx.save_for_backward(*by_token, *output[1:])
-
-    def _backward_known(self, ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * (len(self.tensors) + 4)
-        if grad_loss is None:
-            return nothing
-        raise_if_create_graph(self.name)
+    def _scaled(self, ctx: Any, grad_loss: Any) -> list[Tensor]:
+        """Return the gradients that the forward pass computed, for an upstream gradient known or scaled."""
         if ctx.spent:
             raise RuntimeError(
                 f"{self.name}: with loss_grad the forward computes the gradients, which one backward "
@@ -246,29 +248,26 @@ class ChunkedLoss:
             )
         grads = ctx.saved_tensors
         if ctx.call.reduction == "none":
-            target, loss_grad, *grads = grads
+            *grads, target, loss_grad = grads
             ignored = target == ctx.call.options.ignore_index
             check_upstream_grad(self.name, grad_loss, loss_grad, ignored)
             ctx.spent = True
         else:
-            grads = [scale_once(grad, grad_loss) for grad in grads]
-        if (
-            torch.compiler.is_compiling()
-        ):  # torch 2.10 cannot divide a graph whose backward returns what is saved
-            grads = [grad.view_as(grad) for grad in grads]
-        return *self._grads(ctx, grads), *nothing[3:]
+            grads = [
+                scale_once(grad, grad_loss) if there else grad for grad, there in zip(grads, ctx.has_grad)
+            ]
+        # torch 2.10 cannot divide a graph whose backward returns what is saved
+        return [grad.view_as(grad) for grad in grads] if torch.compiler.is_compiling() else grads
 
 
-def _reduced(loss: Tensor, divisor: Tensor | None, reduction: str) -> Tensor:
-    if reduction == "none":
-        return loss
+def _reduced(loss: Tensor, divisor: Tensor | None) -> Tensor:
     return loss.sum() if divisor is None else loss.sum() / divisor
 
 
-class Head(NamedTuple):
-    """Output weight, bias and rows of hidden states after autocast, and the place in the vocabulary.
+class HeadArguments(NamedTuple):
+    """Rows of hidden states, output weight and bias after autocast, and the place in the vocabulary.
 
-    wanted: if the hidden states and the weight want gradients. main_grad: receives the weight's gradient.
+    main_grad: receives the weight's gradient. wanted: if the hidden states and the weight want gradients.
     """
 
     rows: Tensor
@@ -276,63 +275,52 @@ class Head(NamedTuple):
     bias: Tensor | None
     main_grad: Tensor | None
     wanted: tuple[bool, bool]
+    shards: Shards
     vocab_start: int
     vocab_size: int
     workspace: int
 
 
-def head_of(
+def check_head(
     name: str, shards: Shards, hidden: Tensor, weight: Tensor, target: Tensor | None, ignore_index: int,
     vocab_size: int | None, workspace: int | None, bias: Tensor | None = None,
-) -> Head:  # fmt: skip
+) -> HeadArguments:  # fmt: skip
     """Check the arguments of a public function; errors begin with `name`. A loss may have no targets."""
-    # Of the parameter, not of its autocast copy.
-    main_grad = main_grad_of(weight, compiles=True) if torch.is_grad_enabled() else None
-    hidden, weight, bias = autocast(hidden, weight, bias)
-    wanted = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
-    shard = weight.shape[0] if weight.dim() else 0
-    vocab_size = shards.size * shard if vocab_size is None else vocab_size
-    if workspace is None:
-        workspace = WORKSPACE_CPU if hidden.device.type == "cpu" else WORKSPACE
-    _check_head(name, shards, hidden, weight, target, main_grad, vocab_size, ignore_index, workspace)
-    checks.check_same(name, weight=weight, bias=bias)
-    checks.check_shape(name, weight.shape[:1], to=("weight", weight), bias=bias)
-    rows = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
-    return Head(rows, weight, bias, main_grad, wanted, shards.rank * shard, vocab_size, workspace)
-
-
-def _check_head(
-    name: str, shards: Shards, hidden: Tensor, weight: Tensor, target: Tensor | None,
-    main_grad: Tensor | None, vocab_size: int, ignore_index: int, workspace: int,
-) -> None:  # fmt: skip
-    """Raise ValueError unless hidden states, output weight and targets fit."""
 
     def require(condition: bool, message: str, *values: Any) -> None:
         checks.require(condition, f"{name}: " + message, *values)
 
+    # 1. Cast. `main_grad` is that of the parameter, not of its autocast copy.
+    recorded = torch.is_grad_enabled()
+    main_grad = main_grad_of(weight, compiles=True) if recorded else None
+    hidden, weight, bias = autocast(hidden, weight, bias)
+    # 2. Tensors.
     checks.check_floating(name, "hidden", hidden)
     shape, columns = hidden.shape, weight.shape
     require(weight.dim() == 2, "weight must be (V, H), got shape {}", columns)
     fits = shape[-1:] == columns[1:]
     require(fits, "hidden {} does not fit weight {}: expected (..., H) and (V, H)", shape, columns)
-    checks.check_same(name, hidden=hidden, weight=weight)
+    checks.check_same(name, hidden=hidden, weight=weight, bias=bias)
+    checks.check_shape(name, columns[:1], to=("weight", weight), bias=bias)
     checks.check_main_grad(name, main_grad, weight=weight)
     if target is not None:
         checks.check_same_device(name, hidden=hidden, target=target)
         tokens = shards.tokens(tuple(shape))
-        fits = tuple(target.shape) == tokens
-        require(
-            fits,
-            "expected target of shape {} for hidden {}, got {}; arguments are (hidden, weight, target)",
-            tokens,
-            shape,
-            target.shape,
-        )
-    rows = shards.size * columns[0]
+        message = "expected target of shape {} for hidden {}, got {}; arguments are (hidden, weight, target)"
+        require(tuple(target.shape) == tokens, message, tokens, shape, target.shape)
+        require(target.dtype == torch.int64, "expected int64 target, got {}", target.dtype)
+    # 3. Numbers.
+    total = shards.size * columns[0]
+    vocab_size = total if vocab_size is None else vocab_size
+    if workspace is None:
+        workspace = WORKSPACE_CPU if hidden.device.type == "cpu" else WORKSPACE
     checks.check_number(name, integer=True, vocab_size=vocab_size, ignore_index=ignore_index)
-    within = 0 < vocab_size <= rows
-    require(within, "vocab_size is {}, but weight has {} rows in {} shards", vocab_size, rows, shards.size)
+    within = 0 < vocab_size <= total
+    require(within, "vocab_size is {}, but weight has {} rows in {} shards", vocab_size, total, shards.size)
     require(workspace >= 0, "workspace must not be negative, got {}", workspace)
     if target is not None:
-        require(target.dtype == torch.int64, "expected int64 target, got {}", target.dtype)
         check_range(name, target, vocab_size, ignore_index)
+    wanted = (hidden.requires_grad, weight.requires_grad) if recorded else (False, False)
+    rows = hidden if hidden.dim() == 2 else hidden.reshape(-1, shape[-1])
+    start = shards.rank * columns[0]
+    return HeadArguments(rows, weight, bias, main_grad, wanted, shards, start, vocab_size, workspace)

@@ -25,7 +25,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from fastmp.ops.chunked_head import ALONE, HeadPass, LogitChunks, Shards, joined
-from fastmp.ops.chunked_loss import ChunkedLoss, HeadCall, head_of, opaque_passes, per_token
+from fastmp.ops.chunked_loss import ChunkedLoss, check_head, opaque_passes, per_token
 from fastmp.ops.core.registry import compute_dtype
 from fastmp.ops.cross_entropy import check_options, cross_entropy
 from fastmp.ops.reduction import check_reduction, number_of_targets
@@ -145,56 +145,40 @@ def _are_few(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
 
 
 def linear_cross_entropy_of(
-    shards: Shards,
-    name: str,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    bias: Tensor | None,
-    label_smoothing: float,
-    z_loss: float,
-    ignore_index: int,
-    token_weight: Tensor | None,
-    vocab_size: int | None,
-    reduction: str,
-    loss_grad: Tensor | float | None,
-    workspace: int | None,
-) -> Tensor:
+    shards: Shards, name: str, hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None,
+    label_smoothing: float, z_loss: float, ignore_index: int, token_weight: Tensor | None,
+    vocab_size: int | None, reduction: str, loss_grad: Tensor | float | None, workspace: int | None,
+) -> Tensor:  # fmt: skip
     """Compute `linear_cross_entropy` from one of several shards of the weight; errors begin with `name`.
 
     `target` has the ids of all tokens, `hidden` the rows that `shards.gather_hidden` gathers.
     """
     # 1. Check the arguments.
-    head = head_of(name, shards, hidden, weight, target, ignore_index, vocab_size, workspace, bias)
+    head = check_head(name, shards, hidden, weight, target, ignore_index, vocab_size, workspace, bias)
     per_token = {"token_weight": token_weight, "loss_grad": loss_grad}
     check_options(name, head.rows.dtype, target, label_smoothing, z_loss, **per_token)
     check_reduction(name, reduction, loss_grad)
     dtype = compute_dtype(head.rows.dtype)
-    if isinstance(loss_grad, Tensor):
-        loss_grad = loss_grad.reshape(-1).to(dtype)
-    elif loss_grad is not None:
-        loss_grad = torch.full((target.numel(),), loss_grad, dtype=dtype, device=target.device)
     # 2. A checkpoint runs the forward again, which would add to main_grad twice: leave it to the backward.
     if head.main_grad is not None and not torch.compiler.is_compiling():
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__:
             loss_grad = None
     # 3. Compute the losses in chunks of rows.
-    rows, targets = head.rows, target.reshape(-1)
+    targets, upstream = target.reshape(-1), None
+    if isinstance(loss_grad, Tensor):
+        upstream = loss_grad.reshape(-1).to(dtype)
+    elif loss_grad is not None and any(head.wanted):
+        upstream = torch.full(targets.shape, loss_grad, dtype=dtype, device=targets.device)
     if token_weight is not None:
         token_weight = token_weight.reshape(-1).to(dtype)
     options = _Options(
         head.vocab_start, head.vocab_size, ignore_index, label_smoothing, z_loss, head.workspace
     )
-    return _linear_cross_entropy(
-        (rows, head.weight, head.bias, targets, token_weight),
-        head.main_grad,
-        HeadCall(options, shards, head.wanted, reduction),
-        tuple(target.shape),
-        lambda: number_of_targets(targets, token_weight, ignore_index, dtype),
-        loss_grad,
-    )
+    return _linear_cross_entropy.reduced(
+        head, options, (targets, token_weight), tuple(target.shape), reduction,
+        lambda: number_of_targets(targets, token_weight, ignore_index, dtype), upstream,
+    )  # fmt: skip
 
 
 @traced("fastmp.linear_cross_entropy")

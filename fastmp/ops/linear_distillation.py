@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops.chunked_head import ALONE, Shards
-from fastmp.ops.chunked_loss import ChunkedLoss, Head, HeadCall, head_of, opaque_passes, per_token
+from fastmp.ops.chunked_loss import ChunkedLoss, HeadArguments, check_head, opaque_passes, per_token
 from fastmp.ops.core import checks
 from fastmp.ops.core.registry import autocast, can_read_values, compute_dtype
 from fastmp.ops.cross_entropy import first_outside
@@ -95,7 +95,9 @@ def _live(
     return mask if torch.compiler.is_compiling() else mask.nonzero()[:, 0]
 
 
-def _check_teacher(name: str, shape: torch.Size, head: Head, teacher: Tensor, teacher_weight: Tensor) -> None:
+def _check_teacher(
+    name: str, shape: torch.Size, head: HeadArguments, teacher: Tensor, teacher_weight: Tensor
+) -> None:
     """Raise ValueError unless the teacher's hidden states and weight fit those of the student."""
     checks.check_floating(name, "teacher_hidden", teacher)
     checks.check_same(name, hidden=head.rows, teacher_hidden=teacher, teacher_weight=teacher_weight)
@@ -148,22 +150,10 @@ def _check_topk(
 
 
 def linear_distillation_of(
-    shards: Shards,
-    name: str,
-    hidden: Tensor,
-    weight: Tensor,
-    teacher: tuple[Tensor, Tensor],
-    *,
-    topk: bool,
-    divergence: str,
-    beta: float,
-    temperature: float | Tensor,
-    mask: Tensor | None,
-    num_tokens: int | None,
-    vocab_size: int | None,
-    reduction: str,
-    workspace: int | None,
-) -> Tensor:
+    shards: Shards, name: str, hidden: Tensor, weight: Tensor, teacher: tuple[Tensor, Tensor], *, topk: bool,
+    divergence: str, beta: float, temperature: float | Tensor, mask: Tensor | None, num_tokens: int | None,
+    vocab_size: int | None, reduction: str, workspace: int | None,
+) -> Tensor:  # fmt: skip
     """Compute a distillation loss from one of several shards of the weights; errors begin with `name`.
 
     `mask`, `temperature` and a teacher's `topk` are those of all tokens, hidden states the rows that `shards`
@@ -172,7 +162,7 @@ def linear_distillation_of(
     # 1. Check the arguments.
     beta = _beta_of(name, divergence, beta)
     check_reduction(name, reduction)
-    head = head_of(name, shards, hidden, weight, None, 0, vocab_size, workspace)
+    head = check_head(name, shards, hidden, weight, None, 0, vocab_size, workspace)
     first, second = teacher[0].detach(), teacher[1].detach()
     if not topk:
         first, second = autocast(first, second)
@@ -184,15 +174,12 @@ def linear_distillation_of(
         _check_topk(name, head.rows, shape, first, second, head.vocab_size, live)
         second = second.to(compute_dtype(head.rows.dtype)).reshape(-1, second.shape[-1])
     # 2. Compute the losses in chunks of rows.
-    rows, first = head.rows, first.reshape(-1, first.shape[-1])
+    first = first.reshape(-1, first.shape[-1])
     options = DistillationOptions(head.vocab_start, head.vocab_size, beta, head.workspace)
-    return (_topk_loss if topk else _hidden_loss)(
-        (rows, head.weight, None, first, second, live, scale),
-        head.main_grad,
-        HeadCall(options, shards, head.wanted, reduction),
-        shape,
-        lambda: _number_of(live, shape, rows),
-    )
+    return (_topk_loss if topk else _hidden_loss).reduced(
+        head, options, (first, second, live, scale), shape, reduction,
+        lambda: _number_of(live, shape, head.rows),
+    )  # fmt: skip
 
 
 @traced("fastmp.linear_distillation")

@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from fastmp.ops.chunked_head import ALONE, HeadPass, Shards
-from fastmp.ops.chunked_loss import ChunkedLoss, HeadCall, head_of, opaque_passes, per_token
+from fastmp.ops.chunked_loss import ChunkedLoss, check_head, opaque_passes, per_token
 from fastmp.ops.core import checks
 from fastmp.ops.core.registry import (
     can_read_values,
     compute_dtype,
     is_recorded,
     register,
-    without_autocast,
 )
 from fastmp.ops.cross_entropy_triton import real_columns
 from fastmp.ops.linear_log_probs_triton import launch_grad, launch_stats
@@ -253,32 +252,20 @@ def _live_rows(target: Tensor, ignore_index: int) -> Tensor | None:
 
 
 def linear_log_probs_of(
-    shards: Shards,
-    name: str,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    temperature: float | Tensor,
-    return_entropy: bool,
-    ignore_index: int,
-    vocab_size: int | None,
-    workspace: int | None,
-    skip_ignored: bool,
-) -> Any:
+    shards: Shards, name: str, hidden: Tensor, weight: Tensor, target: Tensor, *,
+    temperature: float | Tensor, return_entropy: bool, ignore_index: int, vocab_size: int | None,
+    workspace: int | None, skip_ignored: bool,
+) -> Any:  # fmt: skip
     """Compute `linear_log_probs` from one of several shards of the weight; errors begin with `name`.
 
     `target` has the ids of all tokens, `hidden` the rows that `shards.gather_hidden` gathers.
     """
-    head = head_of(name, shards, hidden, weight, target, ignore_index, vocab_size, workspace)
+    head = check_head(name, shards, hidden, weight, target, ignore_index, vocab_size, workspace)
     scale = inverse_temperature(name, temperature, target.shape, head.rows)
     options = _Options(head.vocab_start, head.vocab_size, ignore_index, return_entropy, head.workspace)
-    rows, ids = head.rows, target.reshape(-1)
+    ids = target.reshape(-1)
     live = _live_rows(ids, ignore_index) if skip_ignored else None
-    with without_autocast(rows.device.type):
-        outputs = _linear_log_probs.unknown(
-            rows, head.weight, None, ids, scale, live, head.main_grad, HeadCall(options, shards, head.wanted)
-        )
+    outputs = _linear_log_probs.outputs(head, options, (ids, scale, live))
     results = outputs[: 1 + return_entropy]
     if target.dim() != 1:
         results = tuple(each.reshape(target.shape) for each in results)
@@ -287,30 +274,16 @@ def linear_log_probs_of(
 
 @overload
 def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    temperature: float | Tensor = ...,
-    return_entropy: Literal[False] = ...,
-    ignore_index: int = ...,
-    vocab_size: int | None = ...,
-    workspace: int | None = ...,
-    skip_ignored: bool = ...,
-) -> Tensor: ...
+    hidden: Tensor, weight: Tensor, target: Tensor, *, temperature: float | Tensor = ...,
+    return_entropy: Literal[False] = ..., ignore_index: int = ..., vocab_size: int | None = ...,
+    workspace: int | None = ..., skip_ignored: bool = ...,
+) -> Tensor: ...  # fmt: skip
 @overload
 def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    temperature: float | Tensor = ...,
-    return_entropy: Literal[True],
-    ignore_index: int = ...,
-    vocab_size: int | None = ...,
-    workspace: int | None = ...,
-    skip_ignored: bool = ...,
-) -> tuple[Tensor, Tensor]: ...
+    hidden: Tensor, weight: Tensor, target: Tensor, *, temperature: float | Tensor = ...,
+    return_entropy: Literal[True], ignore_index: int = ..., vocab_size: int | None = ...,
+    workspace: int | None = ..., skip_ignored: bool = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @traced("fastmp.linear_log_probs")
 def linear_log_probs(
     hidden: Tensor,
