@@ -218,7 +218,6 @@ class HeadPass:
     A subclass has the kernels `stats`, `merge` and `grad_` (or `forward` in place of the first two), which
     take the tensors of a chunk by name, and declares:
 
-        Options: a NamedTuple of numbers, with the bytes of logits at a time as `workspace`.
         inputs: the tensors besides hidden states, weight and bias.
         per_token: those of them that have a row for each token.
         saved: the outputs of the forward pass, from the second on, that the backward pass takes.
@@ -226,10 +225,10 @@ class HeadPass:
 
     Args:
         values: tensors and numbers by name, of which a backward pass has more.
+        options: a NamedTuple of numbers, with the bytes of logits at a time as `workspace`.
         shards: of the vocabulary.
     """
 
-    Options: ClassVar[Any]
     inputs: ClassVar[tuple[str, ...]]
     per_token: ClassVar[tuple[str, ...]]
     saved: ClassVar[tuple[str, ...]]

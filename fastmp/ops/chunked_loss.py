@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -105,21 +105,23 @@ def _opaque(schema: str, run: Callable, fake: Callable) -> Callable[[Values], An
 
 
 def opaque_passes(
-    head_of: Callable[[Values], type[HeadPass]], fake: Callable, schemas: dict[str, str]
+    head_of: Callable[[Values], type[HeadPass]], options: Any, fake: Callable, schemas: dict[str, str]
 ) -> dict[str, Callable[[Values], Any]]:
     """Define one op for each pass, which compilers see in place of a loop over chunks.
 
     Args:
         head_of: returns the class of the passes from the arguments by name.
+        options: the NamedTuple of its options.
         fake: returns empty outputs of the forward pass from them.
-        schemas: by the name of the method of `HeadPass`. Arguments are named as its `values`.
+        schemas: by the name of the method of `HeadPass`. Arguments are named as its `values`; OPTIONS stands
+            for the options, WANTED for `want_hidden` and `want_weight`.
     """
+    numbers = ", ".join(f"{kind.__name__} {name}" for name, kind in get_type_hints(options).items())
 
     def runner(method: str) -> Callable[[Values], Any]:
         def run(values: Values) -> tuple[Tensor, ...]:
-            head = head_of(values)
-            options = head.Options(*(values[name] for name in head.Options._fields))
-            return _present(values["hidden"], getattr(head(values, options, ALONE), method)())
+            head = head_of(values)(values, options(*(values[name] for name in options._fields)), ALONE)
+            return _present(values["hidden"], getattr(head, method)())
 
         return run
 
@@ -128,7 +130,13 @@ def opaque_passes(
         "gradients": _fake_gradients,
         "both": lambda values: (per_token(values["hidden"]), *_fake_gradients(values)),
     }
-    return {method: _opaque(schema, runner(method), fakes[method]) for method, schema in schemas.items()}
+    wanted = "bool want_hidden, bool want_weight"
+    return {
+        method: _opaque(
+            schema.replace("OPTIONS", numbers).replace("WANTED", wanted), runner(method), fakes[method]
+        )
+        for method, schema in schemas.items()
+    }
 
 
 class ChunkedLoss:

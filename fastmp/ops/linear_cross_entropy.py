@@ -52,7 +52,6 @@ class _Options(NamedTuple):
 
 
 class _LossPass(HeadPass):
-    Options = _Options
     inputs = per_token = ("target", "token_weight")
     saved = ("merged",)
 
@@ -109,22 +108,19 @@ class _LossPass(HeadPass):
 
 
 _TENSORS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weight"
-_OPTIONS = (
-    "int vocab_start, int vocab_size, int ignore_index, float label_smoothing, float z_loss, int workspace"
-)
-_WANTED = "bool want_hidden, bool want_weight"
 _linear_cross_entropy = ChunkedLoss(
     "linear_cross_entropy",
     _LossPass,
     opaque_passes(
         lambda values: _LossPass,
+        _Options,
         lambda values: (per_token(values["hidden"]), per_token(values["hidden"], 2)),
         {
-            "forward": f"linear_cross_entropy_loss({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)",
+            "forward": f"linear_cross_entropy_loss({_TENSORS}, OPTIONS) -> (Tensor, Tensor)",
             "gradients": f"linear_cross_entropy_gradients({_TENSORS}, Tensor grad_loss, Tensor merged,"
-            f" Tensor(a!)? main_grad, {_OPTIONS}, {_WANTED}) -> (Tensor, Tensor, Tensor)",
+            f" Tensor(a!)? main_grad, OPTIONS, WANTED) -> (Tensor, Tensor, Tensor)",
             "both": f"linear_cross_entropy_both({_TENSORS}, Tensor grad_loss, Tensor(a!)? main_grad,"
-            f" {_OPTIONS}, {_WANTED}) -> (Tensor, Tensor, Tensor, Tensor)",
+            " OPTIONS, WANTED) -> (Tensor, Tensor, Tensor, Tensor)",
         },
     ),
 )

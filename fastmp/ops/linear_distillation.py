@@ -37,16 +37,15 @@ def _fake_outputs(values: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 _TENSORS = "Tensor hidden, Tensor weight, Tensor teacher, Tensor teacher_values, Tensor? live, Tensor? scale"
-_OPTIONS = "int vocab_start, int vocab_size, float beta, int workspace"
-_WANTED = "bool want_hidden, bool want_weight"
 _OPAQUE = opaque_passes(
     lambda values: HiddenTeacher if values["teacher"].is_floating_point() else TopkTeacher,
+    DistillationOptions,
     _fake_outputs,
     {
-        "forward": f"linear_distillation_losses({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)",
+        "forward": f"linear_distillation_losses({_TENSORS}, OPTIONS) -> (Tensor, Tensor)",
         "gradients": f"linear_distillation_gradients({_TENSORS}, Tensor kept, Tensor grad_loss,"
-        f" Tensor(a!)? main_grad, {_OPTIONS}, {_WANTED}) -> (Tensor, Tensor)",
-        "both": f"linear_distillation_both({_TENSORS}, Tensor grad_loss, {_OPTIONS}, {_WANTED})"
+        f" Tensor(a!)? main_grad, OPTIONS, WANTED) -> (Tensor, Tensor)",
+        "both": f"linear_distillation_both({_TENSORS}, Tensor grad_loss, OPTIONS, WANTED)"
         " -> (Tensor, Tensor, Tensor)",
     },
 )

@@ -92,7 +92,6 @@ class Teacher(HeadPass):
     log-probabilities (N, k); scale are the inverse temperatures (N,).
     """
 
-    Options = DistillationOptions
     inputs = ("teacher", "teacher_values", "live", "scale")
     saved = ("kept",)
 

@@ -144,7 +144,6 @@ def merge_shards(
 
 
 class _LogProbPass(HeadPass):
-    Options = _Options
     inputs, per_token = ("target", "scale", "live"), ("target", "scale")
     saved = ("entropy", "top", "log_total")
     grads = ("grad_log_prob", "grad_entropy")
@@ -200,20 +199,19 @@ def _fake_outputs(values: dict[str, Any]) -> tuple[Tensor, ...]:
     return per_token(hidden), per_token(entropy_rows), per_token(hidden), per_token(hidden)
 
 
-_OPTIONS = "int vocab_start, int vocab_size, int ignore_index, bool with_entropy, int workspace"
 _linear_log_probs = ChunkedLoss(
     "linear_log_probs",
     _LogProbPass,
     opaque_passes(
         lambda values: _LogProbPass,
+        _Options,
         _fake_outputs,
         {
             "forward": "linear_log_probs_forward(Tensor hidden, Tensor weight, Tensor target, Tensor? scale,"
-            f" {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+            " OPTIONS) -> (Tensor, Tensor, Tensor, Tensor)",
             "gradients": "linear_log_probs_gradients(Tensor hidden, Tensor weight, Tensor(a!)? main_grad,"
             " Tensor target, Tensor top, Tensor log_total, Tensor grad_log_prob, Tensor? entropy,"
-            f" Tensor? grad_entropy, Tensor? scale, {_OPTIONS}, bool want_hidden, bool want_weight)"
-            " -> (Tensor, Tensor)",
+            " Tensor? grad_entropy, Tensor? scale, OPTIONS, WANTED) -> (Tensor, Tensor)",
         },
     ),
 )
