@@ -1,16 +1,7 @@
 """Linear layer fused with cross-entropy: only the logits of one chunk of tokens exist at a time.
 
-If the upstream gradient of every token's loss is known (`loss_grad`), or known up to a factor (a mean or
-sum), the logits of a chunk are computed once: they give the loss, become their own gradient in place, and
-feed both GEMMs of the backward pass, for 6NVH FLOPs in all. Otherwise the forward pass saves two numbers of
-every token, and the backward pass recomputes the logits (8NVH). If one chunk holds all tokens, the forward
-pass saves its logits instead, which are no larger than the workspace.
-
-The wgrad is summed over the chunks in fp32 (fp64 for fp64), in `weight.main_grad` where there is one; if that
-is narrower, in separate memory, so that it is rounded once. Compilers see one op, not the loop over chunks,
-so that a graph serves any number of tokens.
-
-N tokens, H hidden size, V columns of this shard of the vocabulary (padding included), P shards.
+The loss is a `ChunkedLoss`, with the kernels of `cross_entropy`. A known upstream gradient may be given for
+each token (`loss_grad`); loss and gradient of a chunk then take one launch. Few logits are materialised.
 """
 
 from __future__ import annotations

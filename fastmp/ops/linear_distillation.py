@@ -4,9 +4,8 @@ The student's logits of a chunk of tokens are compared with the teacher's, and b
 place; chunks and sums of gradients are shared with `linear_cross_entropy`. Tokens that do not count are
 removed before the first GEMM.
 
-With `reduction` "mean" or "sum" the forward pass computes the gradients too, so that every logit is computed
-once: 6NVH + 2NVH' FLOPs for a teacher of hidden size H'. For any other upstream gradient it saves a few
-numbers per token, and the backward pass recomputes the logits (8NVH + 4NVH').
+A teacher of hidden size H' adds 2NVH' FLOPs with a reduction, and 4NVH' where the backward pass recomputes
+the logits.
 """
 
 from __future__ import annotations

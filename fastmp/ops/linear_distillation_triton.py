@@ -21,7 +21,7 @@ from fastmp.ops.cross_entropy_triton import (
     shape_of,
     store_edge,
 )
-from fastmp.ops.linear_log_probs_triton import load_scale
+from fastmp.ops.linear_log_probs_triton import load_scale, packed
 
 
 @jit
@@ -165,10 +165,6 @@ def _sizes(op, logits, teacher_logits):
     return {"BLOCK": block, "VEC": vec if aligned else 1, "num_warps": num_warps}
 
 
-def _packed(*per_token):
-    return [None if values is None else values.contiguous() for values in per_token]
-
-
 def launch_sums(logits, teacher_logits, normalisers, scale, beta, vocab_start, vocab_size):
     tokens, columns = shape_of("distillation_sums", logits)
     sizes = _sizes("distillation_sums", logits, teacher_logits)
@@ -178,7 +174,7 @@ def launch_sums(logits, teacher_logits, normalisers, scale, beta, vocab_start, v
     if tokens:
         launcher.launch(
             sums_kernel, tokens,
-            (logits, teacher_logits, *_packed(normalisers, scale), out, *strides, real),
+            (logits, teacher_logits, *packed(normalisers, scale), out, *strides, real),
             {"BETA": float(beta), **sizes},
         )  # fmt: skip
     return out
@@ -192,6 +188,6 @@ def launch_grad(logits, teacher_logits, normalisers, kl_p, grad_loss, scale, bet
     if tokens:
         launcher.launch(
             grad_kernel, tokens,
-            (logits, teacher_logits, *_packed(normalisers, kl_p, grad_loss, scale), *strides, columns, real),
+            (logits, teacher_logits, *packed(normalisers, kl_p, grad_loss, scale), *strides, columns, real),
             {"BETA": float(beta), **sizes},
         )  # fmt: skip

@@ -106,7 +106,7 @@ def _sizes(logits):
     return {"BLOCK": block, "VEC": 1 if logits.data_ptr() % 16 else vec, "num_warps": num_warps}
 
 
-def _packed(*per_token):
+def packed(*per_token):
     return [None if values is None else values.contiguous() for values in per_token]
 
 
@@ -116,7 +116,7 @@ def launch_stats(logits, target, scale, vocab_start, vocab_size, with_entropy):
     real = real_columns(columns, vocab_start, vocab_size)
     if tokens:
         launcher.launch(
-            stats_kernel, tokens, (logits, *_packed(target, scale), out, logits.stride(0), real, vocab_start),
+            stats_kernel, tokens, (logits, *packed(target, scale), out, logits.stride(0), real, vocab_start),
             {"WITH_ENTROPY": with_entropy, **_sizes(logits)},
         )  # fmt: skip
     return out
@@ -125,7 +125,7 @@ def launch_stats(logits, target, scale, vocab_start, vocab_size, with_entropy):
 def launch_grad(logits, target, top, log_total, grad_log_prob, entropy, grad_entropy, scale, *shard):
     vocab_start, vocab_size, ignore_index = shard
     tokens, columns = shape_of("log_probs_grad_", logits)
-    per_token = _packed(target, top, log_total, grad_log_prob, entropy, grad_entropy, scale)
+    per_token = packed(target, top, log_total, grad_log_prob, entropy, grad_entropy, scale)
     real = real_columns(columns, vocab_start, vocab_size)
     if tokens:
         launcher.launch(
