@@ -70,7 +70,8 @@ class Beside(NamedTuple):
     @classmethod
     def of(cls, tensors: Tensors, carried: int) -> Beside:
         end = len(tensors) - carried  # a dispatcher's state may have any number of tensors
-        return cls(tensors[: end - 3], *tensors[end - 3 : end], tensors[end:])
+        aux, counts_E, hidden_SBH = tensors[end - 3 : end]
+        return cls(tensors[: end - 3], aux, counts_E, hidden_SBH, tensors[end:])
 
     def tensors(self, **changed: Any) -> Tensors:
         dispatch, aux, counts_E, hidden_SBH, carried = self._replace(**changed) if changed else self
