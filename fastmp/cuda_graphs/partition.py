@@ -7,7 +7,7 @@ each span.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,13 +20,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten
 
 from fastmp.cuda_graphs.buffer_plan import TensorSpec
-from fastmp.cuda_graphs.scope import captured_segments, layer_groups
+from fastmp.cuda_graphs.scope import layer_groups, span_kinds
 from fastmp.cuda_graphs.skipped_hooks import merge_hooked_layers
 from fastmp.nn.segment import BoundSegment, Call, LayerChain, Tensors, run_segments
+from fastmp.pipeline.stream_schedule import SegmentFacts
 
 __all__ = [
     "CapturedSpan", "EagerSpan", "Shared", "Span", "SpanTrace", "called_modules", "made_by",
-    "may_alias_grads", "nodes_behind", "partition", "partition_sections", "spec_of",
+    "may_alias_grads", "nodes_behind", "partition", "partition_sections", "segment_facts", "spec_of",
 ]  # fmt: skip
 
 
@@ -148,7 +149,7 @@ def partition_sections(
     A layer with a hook that a replay would skip is eager, but not as a whole: nobody calls it.
     """
     links = chain.bound_segments()
-    kind_of = _kinds(links, scope, span_size, {link.segment.name for link in links if link.segment.exchanges})
+    kind_of = _kinds(links, scope, span_size, overlap=True)
     _, called = merge_hooked_layers(links)
     begins = {link.layer for own in sections for link in own if link.first}
     begun: list[nn.Module] = [link.layer for link in links if link.layer not in begins]
@@ -158,28 +159,24 @@ def partition_sections(
     ]
 
 
-def _kinds(
-    links: Sequence[BoundSegment],
-    scope: Sequence[str] | None,
-    span_size: int | None,
-    overlapped: Collection[str] = (),
-) -> Callable[[BoundSegment], tuple[bool, int]]:
-    """Return a function that maps a segment to (captured, number of its layer group)."""
-    eager = {link.segment.name for link in links if not link.segment.capturable}
-    able = {link.segment.name: link.segment.name not in eager for link in links}
-    chosen = captured_segments(scope, able, overlapped)
+def segment_facts(links: Sequence[BoundSegment], span_size: int | None = None) -> list[SegmentFacts]:
+    """Return the facts of the segments of a chain; span_size as in `partition`."""
     layers_of = {link.name: link.layer for link in links}
     sizes = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in layers_of.values()]
     group_of = dict(zip(layers_of, layer_groups(sizes, span_size), strict=True))
+    return [
+        SegmentFacts(link.full_name, link.segment.exchanges, link.segment.capturable, group_of[link.name])
+        for link in links
+    ]
 
-    def kind_of(link: BoundSegment) -> tuple[bool, int]:
-        name = link.segment.name
-        # Without a scope a segment is captured even if its namesakes in other layers are eager.
-        wanted = name in chosen or (scope is None and name != "shared_experts")
-        captured = link.segment.capturable and wanted
-        return captured, group_of[link.name] if captured else -1
 
-    return kind_of
+def _kinds(
+    links: Sequence[BoundSegment], scope: Sequence[str] | None, span_size: int | None, overlap: bool = False
+) -> Callable[[BoundSegment], tuple[bool, int]]:
+    """Return a function that maps a segment to (captured, number of its layer group)."""
+    kinds = span_kinds(segment_facts(links, span_size), scope, overlap=overlap)
+    of_name = dict(zip((link.full_name for link in links), kinds, strict=True))
+    return lambda link: of_name[link.full_name] if link.segment.capturable else (False, -1)
 
 
 def _spans(

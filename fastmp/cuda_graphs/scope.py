@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from fastmp.config.dispatchers import capturable_dispatchers
+from fastmp.pipeline.stream_schedule import SegmentFacts
 
-__all__ = ["captured_segments", "layer_groups", "must_run_eagerly"]
+__all__ = ["captured_segments", "layer_groups", "must_run_eagerly", "span_kinds"]
 
 # Scopes that name several segments; any other scope is the name of one segment.
 _SCOPES = {
@@ -64,6 +65,27 @@ def captured_segments(
     if "shared_experts" in chosen and "preprocess" not in chosen and not segments["dispatch"]:
         raise ValueError("graphs: a scope with shared_experts needs 'preprocess' as well; add it")
     return chosen
+
+
+def span_kinds(
+    segments: Sequence[SegmentFacts], scope: Sequence[str] | None, *, overlap: bool = False
+) -> list[tuple[bool, int]]:
+    """Return (captured, layer group) of each segment of a chain: consecutive equal ones are one span.
+
+    overlap: segments that exchange rows run next to another microbatch's compute, outside of its graphs.
+    ValueError as `captured_segments`.
+    """
+    names = [each.name.rpartition(".")[2] for each in segments]
+    eager = {name for name, each in zip(names, segments) if not each.capturable}
+    apart = {name for name, each in zip(names, segments) if each.exchanges and overlap}
+    chosen = captured_segments(scope, {name: name not in eager for name in names}, apart)
+    if scope is None:  # a segment is captured even if its namesakes in other layers are eager, or exchange
+        chosen |= {*names} - {"shared_experts"}
+    captured = [
+        each.capturable and name in chosen and not (each.exchanges and overlap)
+        for name, each in zip(names, segments)
+    ]
+    return [(own, each.group if own else -1) for own, each in zip(captured, segments)]
 
 
 def must_run_eagerly(segments: Sequence[str], reason: str = "") -> str:

@@ -31,6 +31,7 @@ from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.pipeline.stream_schedule import (
     Launch,
     SegmentCost,
+    SegmentFacts,
     backward_ops,
     forward_ops,
     launch_order,
@@ -169,8 +170,8 @@ class OverlappedLayers:
 
 def _cut(links: Sequence[BoundSegment]) -> list[tuple[list[BoundSegment], SegmentCost]]:
     """Partition a chain where segments begin or cease to communicate."""
-    segments = [(link.full_name, link.segment.exchanges, link.segment.capturable) for link in links]
-    return [([links[i] for i in own], section) for own, section in partition_segments(segments)]
+    facts = [SegmentFacts(link.full_name, link.segment.exchanges, link.segment.capturable) for link in links]
+    return [([links[i] for i in own], section) for own, section in partition_segments(facts)]
 
 
 def _skipped_hook(layer: nn.Module) -> Callable[..., Any] | None:

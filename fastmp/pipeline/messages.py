@@ -19,7 +19,7 @@ from fastmp.pipeline.simulate import simulate
 from fastmp.pipeline.stage_map import StageMap
 from fastmp.pipeline.steps import BACKWARD, BACKWARD_INPUT, FORWARD, Step
 
-__all__ = ["Message", "RankProgram", "forward_orders", "rank_program"]
+__all__ = ["Message", "RankProgram", "forward_orders", "rank_programs"]
 
 
 class Message(NamedTuple):
@@ -48,15 +48,14 @@ class RankProgram(NamedTuple):
     tags: dict[Message, int]  # unique in the pipeline
 
 
-def rank_program(
-    rank: int,
+def rank_programs(
     orders: Sequence[Sequence[Step]],
     *,
     forward_only: bool = False,
     pairs: Sequence[Container[int]] = (),
     placement: str = "looped",
-) -> RankProgram:
-    """Return the program of pipeline rank `rank`.
+) -> list[RankProgram]:
+    """Return the program of each pipeline rank.
 
     Nothing is posted between two overlapped steps. Stages of one rank that follow each other exchange no
     messages.
@@ -71,7 +70,7 @@ def rank_program(
 
     Example:
         >>> from fastmp.pipeline.schedule import Schedule
-        >>> first = rank_program(0, Schedule(2, 2).orders())
+        >>> first, _ = rank_programs(Schedule(2, 2).orders())
         >>> [(message.kind, message.microbatch) for post in first.posts for message in post]
         [('forward', 0), ('forward', 1), ('backward', 0), ('backward', 1)]
     """
@@ -86,13 +85,14 @@ def rank_program(
                 messages.append(Message(end, source, rank_of[stage + 1], FORWARD, stage, microbatch))
             elif kind in (BACKWARD, BACKWARD_INPUT) and stage > 0:
                 messages.append(Message(end, source, rank_of[stage - 1], BACKWARD, stage, microbatch))
-    posts: list[list[Message]] = [[] for _ in range(len(orders[rank]) + 1)]
-    tags = {}
+    posts: list[list[list[Message]]] = [[[] for _ in range(len(order) + 1)] for order in orders]
+    tags: list[dict[Message, int]] = [{} for _ in orders]
     for tag, message in enumerate(sorted(messages)):
-        if rank in (message.source, message.target) and message.source != message.target:
-            posts[bisect_right(simulation.ends[rank], message.clock)].append(message)
-            tags[message] = tag
-    return RankProgram(simulation.orders[rank], tuple(map(tuple, posts)), tags)
+        for rank in {message.source, message.target} if message.source != message.target else ():
+            posts[rank][bisect_right(simulation.ends[rank], message.clock)].append(message)
+            tags[rank][message] = tag
+    rows = zip(simulation.orders, posts, tags, strict=True)
+    return [RankProgram(steps, tuple(map(tuple, own)), tag_of) for steps, own, tag_of in rows]
 
 
 def forward_orders(stages: StageMap, num_microbatches: int) -> tuple[tuple[Step, ...], ...]:

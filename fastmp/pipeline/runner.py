@@ -33,7 +33,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fastmp.distributed.collectives import all_reduce_, group_rank, group_size
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
-from fastmp.pipeline.messages import Message, RankProgram, forward_orders, rank_program
+from fastmp.pipeline.messages import Message, RankProgram, forward_orders, rank_programs
 from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step, together
 from fastmp.pipeline.stage_map import StageMap
 from fastmp.pipeline.stage_specs import HEADER, Spec, decode, encode, in_words
@@ -172,7 +172,7 @@ class Pipeline:
             raise ValueError("Pipeline: pairs of overlapped steps need overlap=, got None")
         self.pairs, self.overlap = pairs, overlap
         self._agree()
-        self._program = rank_program(self.rank, self.orders, pairs=pairs, placement=placement)
+        self._program = rank_programs(self.orders, pairs=pairs, placement=placement)[self.rank]
         vpp = 1 + max(step.chunk for step in self.orders[0])
         if vpp != len(self.chunks):
             raise ValueError(f"Pipeline: {len(self.chunks)} chunks for orders of {vpp} chunks a rank")
@@ -236,9 +236,8 @@ class Pipeline:
         number = len(batches)
         if number not in self._evaluations:
             orders = forward_orders(self.stages, number)
-            self._evaluations[number] = rank_program(
-                self.rank, orders, forward_only=True, placement=self.stages.placement
-            )
+            programs = rank_programs(orders, forward_only=True, placement=self.stages.placement)
+            self._evaluations[number] = programs[self.rank]
         with torch.no_grad():
             return self._execute(self._evaluations[number], batches.__getitem__, training=False)
 

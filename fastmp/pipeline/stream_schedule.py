@@ -27,12 +27,12 @@ from functools import cached_property
 from itertools import chain, groupby
 from typing import NamedTuple
 
-from fastmp.pipeline.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
+from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
 
 __all__ = [
-    "Launch", "OpStep", "SegmentCost", "StreamOp", "Timeline", "backward_ops", "compute_ops", "forward_ops",
-    "graph_order", "graph_orders", "interleave", "launch_order", "partition_segments", "predecessor",
-    "sequential", "simulate_streams", "unit_cost",
+    "Launch", "OpStep", "SegmentCost", "SegmentFacts", "StreamOp", "Timeline", "backward_ops", "compute_ops",
+    "forward_ops", "graph_order", "graph_orders", "interleave", "kind_of", "launch_order",
+    "partition_segments", "predecessor", "sequential", "simulate_streams", "step_launches", "unit_cost",
 ]  # fmt: skip
 
 
@@ -124,23 +124,34 @@ def unit_cost(segments: Sequence[SegmentCost]) -> tuple[SegmentCost, ...]:
     )
 
 
-def partition_segments(segments: Sequence[tuple[str, bool, bool]]) -> list[tuple[range, SegmentCost]]:
-    """Partition a chunk at the segments where exchanges begin and end.
+class SegmentFacts(NamedTuple):
+    """Facts of a segment that the plan of a step follows from.
 
-    Args:
-        segments: (name, exchanges rows, capturable in a CUDA graph).
+    name: "layer.segment".
+    exchanges: it exchanges rows with other ranks, and runs on the exchange stream of overlapped microbatches.
+    group: segments of two groups are never in one captured span, see `fastmp.cuda_graphs.scope.layer_groups`.
+    """
+
+    name: str
+    exchanges: bool = False
+    capturable: bool = True
+    group: int = 0
+
+
+def partition_segments(segments: Sequence[SegmentFacts]) -> list[tuple[range, SegmentCost]]:
+    """Partition a chunk at the segments where exchanges begin and end.
 
     Returns:
         for each run of segments on one stream, their range and a unit cost. The host waits before an exchange
         that is not capturable if the segment before it is.
     """
     found, before = [], True
-    for exchange, group in groupby(range(len(segments)), lambda i: segments[i][1]):
+    for exchange, group in groupby(range(len(segments)), lambda i: segments[i].exchanges):
         places = list(group)
-        (name, _, able), (*_, last_able) = segments[places[0]], segments[places[-1]]
-        (cost,) = unit_cost([SegmentCost(name, exchange, exchange and before and not able)])
+        first, able = segments[places[0]], segments[places[0]].capturable
+        (cost,) = unit_cost([SegmentCost(first.name, exchange, exchange and before and not able)])
         found.append((range(places[0], places[-1] + 1), cost))
-        before = last_able
+        before = segments[places[-1]].capturable
     return found
 
 
@@ -180,21 +191,32 @@ def graph_orders(
 ) -> Iterator[tuple[OpStep, ...]]:
     """Yield the part of `graph_order` of each group of concurrent steps."""
     numbers = {place: number for number, place in enumerate(compute_ops(chunks))}
-    known: dict[tuple[tuple[str, int], ...], tuple[list[OpSequence], tuple[Launch, ...]]] = {}
+    for launches in step_launches(steps, chunks):
+        yield tuple(
+            OpStep(kind_of(step, op), step.microbatch, numbers[step.chunk, op.first])
+            for step, op in launches
+            if not op.exchange
+        )
+
+
+def step_launches(
+    steps: Iterable[Sequence[Step]], chunks: Sequence[Sequence[SegmentCost]]
+) -> Iterator[list[tuple[Step, StreamOp]]]:
+    """Yield the ops of each group of concurrent steps, in the host's launch order, each with its step."""
+    known: dict[tuple[tuple[str, int], ...], list[tuple[int, StreamOp]]] = {}
     for group in steps:
         key = tuple((step.kind, step.chunk) for step in group)
         if key not in known:
             own = [_ops_of(kind, chunks[chunk]) for kind, chunk in key]
-            known[key] = own, launch_order(*own)
-        sequences, order = known[key]
-        found = []
-        for sequence, number in order:
-            step, op = group[sequence], sequences[sequence][number]
-            if not op.exchange:
-                kind = BACKWARD_WEIGHT if op.deferred else BACKWARD_INPUT
-                kind = FORWARD if step.kind == FORWARD else kind
-                found.append(OpStep(kind, step.microbatch, numbers[step.chunk, op.first]))
-        yield tuple(found)
+            known[key] = [(sequence, own[sequence][op]) for sequence, op in launch_order(*own)]
+        yield [(group[sequence], op) for sequence, op in known[key]]
+
+
+def kind_of(step: Step, op: StreamOp) -> str:
+    """Return the kind of step that an op of `step` is: a backward of compute is of inputs or of weights."""
+    if step.kind == FORWARD:
+        return FORWARD
+    return BACKWARD if op.exchange else BACKWARD_WEIGHT if op.deferred else BACKWARD_INPUT
 
 
 def _ops_of(kind: str, segments: Sequence[SegmentCost]) -> OpSequence:

@@ -17,7 +17,7 @@ from fastmp.config.dispatchers import TensorFact
 from fastmp.cuda_graphs.buffer_plan import SpanSpec, TensorSpec
 from fastmp.cuda_graphs.scope import captured_segments, layer_groups
 from fastmp.pipeline.stage_map import StageMap
-from fastmp.pipeline.stream_schedule import SegmentCost, partition_segments
+from fastmp.pipeline.stream_schedule import SegmentCost, SegmentFacts, partition_segments
 from fastmp.plan.parameters import layer_size
 from fastmp.plan.shapes import Shapes
 
@@ -95,10 +95,17 @@ def captured_spans(
 
 def stage_segment_costs(shapes: Shapes, layers: range) -> list[tuple[range, SegmentCost]]:
     """Return the parts of a stage with EP communication overlap: their segments by place, and their costs."""
-    links = [(layer, each) for layer in layers for each in segments(shapes.of_layer(layer))]
-    return partition_segments(
-        [(f"{layer}.{own.name}", own.exchanges, own.capturable) for layer, own in links]
-    )
+    return partition_segments(chain_facts(shapes, layers))
+
+
+def chain_facts(shapes: Shapes, layers: range, span_size: int | None = None) -> list[SegmentFacts]:
+    """Return the facts of the segments of these layers; captured spans end at `span_size` parameters."""
+    group_of = layer_groups([layer_size(shapes, layer) for layer in layers], span_size)
+    return [
+        SegmentFacts(f"{layer}.{each.name}", each.exchanges, each.capturable, group)
+        for layer, group in zip(layers, group_of, strict=True)
+        for each in segments(shapes.of_layer(layer))
+    ]
 
 
 def compute_spans(

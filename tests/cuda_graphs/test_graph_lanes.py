@@ -28,7 +28,7 @@ from fastmp.cuda_graphs.position import Position
 from fastmp.nn import LayerChain
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad, linear
 from fastmp.pipeline.schedule import BACKWARD_WEIGHT, FORWARD, Schedule, Step, with_loss
-from fastmp.pipeline.stream_schedule import compute_ops, graph_order, partition_segments
+from fastmp.pipeline.stream_schedule import SegmentFacts, compute_ops, graph_order, partition_segments
 
 HIDDEN = TensorSpec((4, 2, 8), "bfloat16")
 SPAN = SpanSpec("layers", (HIDDEN,), (HIDDEN,))
@@ -225,7 +225,7 @@ def test_a_loss_is_on_the_lane_of_its_chunk():
 
 def test_parts_of_a_chunk_are_on_one_lane_and_have_graphs_for_each_order_of_weight_gradients():
     names = ("attention", "dispatch", "experts", "combine")
-    layer = [(name, name in ("dispatch", "combine"), name == "attention") for name in names]
+    layer = [SegmentFacts(name, name in ("dispatch", "combine"), name == "attention") for name in names]
     schedule, segments = Schedule(2, 8, overlap=True), [[cost for _, cost in partition_segments(layer * 2)]]
     order = graph_order(schedule.together(0), segments)
     plan = plan_buffers(order, [[SPAN]] * len(compute_ops(segments)))

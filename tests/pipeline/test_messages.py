@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastmp.config.specs import PLACEMENTS
-from fastmp.pipeline.messages import forward_orders, rank_program
+from fastmp.pipeline.messages import forward_orders, rank_programs
 from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, FORWARD, Schedule, Step
 from fastmp.pipeline.simulate import simulate
 from fastmp.pipeline.stage_map import StageMap
@@ -28,8 +28,7 @@ SHAPES += [
 
 def plans(pp, microbatches, vpp, group_size, schedule):
     planned = Schedule(pp, microbatches, vpp, group_size, schedule)
-    every = planned.orders()
-    return [rank_program(rank, every, placement=planned.placement) for rank in range(pp)]
+    return rank_programs(planned.orders(), placement=planned.placement)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -107,8 +106,7 @@ def test_forwards_alone_take_any_number_of_microbatches():
     for pp, vpp, number in [(1, 1, 1), (2, 2, 3), (4, 2, 5), (3, 1, 2), (4, 3, 1)]:
         for placement in PLACEMENTS:
             every = forward_orders(StageMap(pp, vpp, placement), number)
-            for rank in range(pp):
-                program = rank_program(rank, every, forward_only=True, placement=placement)
+            for program in rank_programs(every, forward_only=True, placement=placement):
                 assert len(program.steps) == number * vpp
 
 
@@ -121,7 +119,7 @@ def test_forwards_on_a_v_end_when_the_last_microbatch_can(pp, number):
 def test_orders_that_cannot_run_are_refused():
     forward, backward = Step("forward", 0, 0), Step("backward", 0, 0)
     with pytest.raises(ValueError, match="rank 1 step 0, backward of microbatch 0 chunk 0: its forward has"):
-        rank_program(0, [[forward, backward], [backward, forward]])
+        rank_programs([[forward, backward], [backward, forward]])
     with pytest.raises(ValueError, match="deadlock"):
         crossed = [Step("forward", 0, 1), forward, backward, Step("backward", 0, 1)]
-        rank_program(0, [crossed, crossed])
+        rank_programs([crossed, crossed])

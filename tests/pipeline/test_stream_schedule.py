@@ -13,6 +13,7 @@ from fastmp.pipeline.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, S
 from fastmp.pipeline.stream_schedule import (
     Launch,
     SegmentCost,
+    SegmentFacts,
     StreamOp,
     backward_ops,
     compute_ops,
@@ -154,7 +155,8 @@ def test_layers_come_within_five_percent_of_the_bound(exchange, waits):
 def test_graphs_are_replayed_in_the_order_of_parts(drawn, microbatches, on_a_v):
     """Each op that computes has a forward and a backward in two steps; none comes before what it needs."""
     chunks = [
-        [section for _, section in partition_segments([("any", *each) for each in own])] for own in drawn
+        [section for _, section in partition_segments([SegmentFacts("any", *each) for each in own])]
+        for own in drawn
     ]
     schedule = Schedule(1, microbatches, len(chunks), overlap=True)
     if on_a_v and len(chunks) == 2:  # some backwards are split, others overlap
@@ -176,7 +178,7 @@ def test_graphs_are_replayed_in_the_order_of_parts(drawn, microbatches, on_a_v):
 def test_the_graphs_of_a_layer_with_experts():
     names = [("attention", False, True), ("router", False, True), ("dispatch", True, False)]
     names += [("experts", False, False), ("combine", True, False)]
-    cut = partition_segments(names * 2)
+    cut = partition_segments([SegmentFacts(*each) for each in names * 2])
     assert [len(own) for own, _ in cut] == [2, 1, 1, 1] * 2
     assert [section.waits for _, section in cut] == [False, True, False, False] * 2
     sections = [section for _, section in cut]

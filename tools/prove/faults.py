@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastmp.ops import grouped_mm
-from fastmp.pipeline.messages import Message, rank_program
+from fastmp.pipeline.messages import Message, rank_programs
 from fastmp.pipeline.schedule import FORWARD, Schedule
 from fastmp.tensor_parallel.loss import vocab_parallel_cross_entropy
 from fastmp.testing.ops import poisoned_memory
@@ -140,7 +140,7 @@ def fixed_order(rank: int, world: int) -> int:
 
 def planned_order(rank: int, world: int) -> tuple[int, int]:
     """Return the number of mismatched messages of a planned step, and of messages this rank sends."""
-    plan = rank_program(rank, Schedule(world, 8, 2).orders())
+    plan = rank_programs(Schedule(world, 8, 2).orders())[rank]
     works, arrived, sent = list[dist.Work | None](), list[tuple[Tensor, Tensor]](), 0
     for message in (message for posts in plan.posts for message in posts):
         content = _named(message)
