@@ -35,6 +35,7 @@ FLOORS = (
     ("fastmp.watchdog",),
     ("fastmp.nn",),
     ("fastmp.cuda_graphs",),
+    ("fastmp.schedule",),
     ("fastmp.plan",),
     ("fastmp.training",),
     ("fastmp.hf",),
@@ -51,7 +52,8 @@ STDLIB_ONLY = """
     fastmp.pipeline.simulate fastmp.pipeline.messages fastmp.pipeline.stream_schedule fastmp.optim.flat_layout
     fastmp.distributed.grid fastmp.distributed.exchange_layout fastmp.watchdog.heartbeat
     fastmp.watchdog.records fastmp.watchdog.diagnosis fastmp.cuda_graphs.buffer_plan fastmp.cuda_graphs.scope
-    fastmp.cuda_graphs.lanes fastmp.cuda_graphs.errors
+    fastmp.cuda_graphs.lanes fastmp.cuda_graphs.errors fastmp.schedule fastmp.schedule.program
+    fastmp.schedule.planner fastmp.schedule.checks
     fastmp.training.checkpoint.chunks fastmp.apps.cli fastmp.apps.plan fastmp.apps.signals
     fastmp.testing.differential.cases
     fastmp.apps.evaluation.journal fastmp.apps.evaluation.result_tables
