@@ -12,6 +12,7 @@ COMMANDS = {
         "check a recipe against a number of ranks: memory, FLOPs and traffic of each",
     ),
     "graphs": ("fastmp.plan.graphs", "list the CUDA graphs and static buffers of each pipeline rank"),
+    "step": ("fastmp.plan.step_report", "list what a pipeline rank does in a step, in order"),
     "groups": ("fastmp.plan.rank_groups", "list the ranks of each process group"),
     "optimizer": (
         "fastmp.plan.buffer_layout",

@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 from fastmp.config import Recipe
 from fastmp.config.console import to_stderr
-from fastmp.cuda_graphs.buffer_plan import SpanSpec, plan_buffers
 from fastmp.cuda_graphs.scope import captured_segments
-from fastmp.pipeline.schedule import (
-    FORWARD,
-    Step,
-    followed,
-)
-from fastmp.pipeline.stream_schedule import graph_order
 from fastmp.plan.layout import make_schedule
-from fastmp.plan.parameters import stage_map, stage_ranges
 from fastmp.plan.pipeline_time import shorter
 from fastmp.plan.rank_load import MeasuredLoad
 from fastmp.plan.resources import add_load, fitting_recipe, measured_load, recipe_parser, table
-from fastmp.plan.segments import (
-    all_segments,
-    captured_spans,
-    compute_spans,
-    exchange_segments,
-    full_scope_spans,
-    segments,
-    stage_segment_costs,
-    step_inputs,
-    update_inputs,
-)
+from fastmp.plan.segments import all_segments, exchange_segments, segments, step_inputs, update_inputs
 from fastmp.plan.shapes import Shapes, shapes_of
 from fastmp.plan.stash_size import describe_stash, stash_facts
+from fastmp.plan.step_report import may_be_void, step_program
 
 
 def main(arguments: list[str]) -> int:
@@ -82,7 +64,7 @@ def graph_facts(recipe: Recipe, world_size: int, measured: MeasuredLoad | None =
     if "full_step" in (scope or ()):
         ranks = [_of_whole_step(recipe, shapes)] * layout.pp
     else:
-        ranks = _of_runs(recipe, shapes)
+        ranks = [_of_rank(recipe, shapes, rank) for rank in range(layout.pp)]
     able = all_segments(shapes)
     overlaps = layout.overlap_experts and "full_step" not in (scope or ())
     apart = exchange_segments(shapes) if overlaps else []
@@ -122,18 +104,17 @@ def bytes_beside_activations(recipe: Recipe, shapes: Shapes) -> list[int]:
     if "full_step" in (recipe.graphs.scope or ()):
         return [_of_whole_step(recipe, shapes)["input_bytes"]] * layout.pp
     few = shorter(make_schedule(layout, shapes.num_microbatches)).num_microbatches  # holds as much at once
-    return [own["gradient_bytes"] for own in _of_runs(recipe, replace(shapes, num_microbatches=few))]
+    shapes = replace(shapes, num_microbatches=few)
+    return [_of_rank(recipe, shapes, rank)["gradient_bytes"] for rank in range(layout.pp)]
 
 
 def _of_whole_step(recipe: Recipe, shapes: Shapes) -> dict[str, Any]:
     """Plan the full-iteration graph of a rank under scope "full_step"; two graphs if a step may be void."""
     inputs, spans, moe = step_inputs(shapes), ["whole step"], recipe.model.moe
-    if moe is not None and shapes.exchange is not None:
-        stashed = moe.activation_stash and not recipe.parallel.recompute
-        if stashed or moe.symmetric_overflow == "rerun":
-            layers = recipe.model.num_layers - len(recipe.model.dense_layers)
-            inputs += update_inputs(layers, moe.num_experts, recipe.parallel.pp, recipe.parallel.ep)
-            spans = ["step up to its sums", "update"]
+    if moe is not None and may_be_void(recipe, shapes):
+        layers = recipe.model.num_layers - len(recipe.model.dense_layers)
+        inputs += update_inputs(layers, moe.num_experts, recipe.parallel.pp, recipe.parallel.ep)
+        spans = ["step up to its sums", "update"]
     return {
         "spans": [spans],
         "in_flight": 1,
@@ -147,65 +128,22 @@ def _of_whole_step(recipe: Recipe, shapes: Shapes) -> dict[str, Any]:
     }
 
 
-def _of_runs(recipe: Recipe, shapes: Shapes) -> list[dict[str, Any]]:
-    """Plan the graphs of each pipeline rank, where spans are captured one by one."""
-    layout, scope, stages = recipe.parallel, recipe.graphs.scope, stage_ranges(recipe)
-    whole, grid = "full" in (scope or ()), shapes.grid
-    reduces = max(grid.dp * grid.cp, 1 if recipe.model.moe is None else grid.edp) > 1
-    span_size = recipe.optimizer.bucket_size if reduces else None
-    if layout.overlap_experts:
-        return _of_parts(recipe, shapes, stages, span_size)
-    of_stages = [
-        full_scope_spans(shapes, stage, stage_map(layout), own)
-        if whole
-        else [captured_spans(shapes, own, scope, span_size)]
-        for stage, own in enumerate(stages)
-    ]
-    if not whole:  # each MTP module has a chain of its own
-        first, depth = recipe.model.num_layers, recipe.model.mtp_depth
-        for layer in range(first, first + depth):
-            of_stages[-1].append(captured_spans(shapes, range(layer, layer + 1), scope, span_size))
-    found, schedule = [], make_schedule(layout, shapes.num_microbatches)
-    for rank in range(layout.pp):
-        chunks, steps = [*chain(*schedule.stages.of_rank(of_stages, rank))], schedule.order(rank)
-        for chunk in range(layout.vpp, len(chunks)):  # the loss, or the chains of MTP modules
-            steps = tuple(followed(steps, chunk - 1, chunk, split=not whole))
-        found.append(_rank_facts(steps, chunks, schedule.peak_in_flight(rank)))
-    return found
-
-
-def _of_parts(
-    recipe: Recipe, shapes: Shapes, stages: Sequence[range], span_size: int | None
-) -> list[dict[str, Any]]:
-    """Plan the graphs of each pipeline rank with EP communication overlap: those of the compute parts."""
-    layout, scope, found = recipe.parallel, recipe.graphs.scope, []
-    schedule = make_schedule(layout, shapes.num_microbatches)
-    for rank in range(layout.pp):
-        own = schedule.stages.of_rank(stages, rank)
-        parts = [compute_spans(shapes, stage, scope, span_size) for stage in own]
-        order = graph_order(
-            schedule.together(rank),
-            [[each for _, each in stage_segment_costs(shapes, stage)] for stage in own],
-        )
-        facts = _rank_facts(order, [*chain(*parts)], schedule.peak_in_flight(rank))
-        found.append(facts | {"spans": [[span.name for part in stage for span in part] for stage in parts]})
-    return found
-
-
-def _rank_facts(steps: Sequence[Step], chunks: Sequence[Sequence[SpanSpec]], peak: int) -> dict[str, Any]:
-    """Plan the graphs of `steps`, in which `peak` microbatches are in flight at most."""
-    planned = plan_buffers(steps, chunks)
-    inputs = {
-        buffer for replay in planned.replays if replay.step.kind == FORWARD for buffer in replay.buffers
-    }
-    sizes = [spec.nbytes for spec in planned.buffers]
+def _of_rank(recipe: Recipe, shapes: Shapes, rank: int) -> dict[str, Any]:
+    """Count the graphs of a pipeline rank, where spans are captured one by one, and their buffers."""
+    program = step_program(recipe, shapes, rank, recipe.graphs.scope)
+    replays = [now for now in program.instructions if now.graph >= 0]
+    inputs = {buffer for now in replays if now.op == "forward" for buffer in now.buffers}
+    sizes = [spec.nbytes for spec in program.buffers]
     input_bytes = sum(sizes[buffer] for buffer in inputs)
     return {
-        "spans": [[span.name for span in chunk] for chunk in chunks],
-        "in_flight": peak,
-        "lanes": planned.num_lanes,
-        "graphs": planned.num_graphs,
-        "replays": len(planned.replays),
+        "spans": [
+            [span.name for span in program.spans if span.captured and span.chunk == chunk]
+            for chunk in range(program.stages.vpp)
+        ],
+        "in_flight": make_schedule(recipe.parallel, shapes.num_microbatches).peak_in_flight(rank),
+        "lanes": program.num_lanes,
+        "graphs": program.num_graphs,
+        "replays": len(replays),
         "inputs": len(inputs),
         "input_bytes": input_bytes,
         "gradients": len(sizes) - len(inputs),

@@ -7,9 +7,8 @@ tensor-parallel group have unequal slices of a sequence, the plan is the first r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import NamedTuple
 
 from fastmp.config import MoEConfig
@@ -20,6 +19,7 @@ from fastmp.pipeline.stage_map import StageMap
 from fastmp.pipeline.stream_schedule import SegmentCost, SegmentFacts, partition_segments
 from fastmp.plan.parameters import layer_size
 from fastmp.plan.shapes import Shapes
+from fastmp.schedule.program import Span
 
 
 class CrossingTensor:
@@ -82,17 +82,6 @@ def _of_kinds(shapes: Shapes, layers: range | None) -> list[PlannedSegment]:
     return [each for kind in kinds for each in segments(replace(shapes, model=kind))]
 
 
-def captured_spans(
-    shapes: Shapes, layers: range, scope: Sequence[str] | None = None, span_size: int | None = None
-) -> list[SpanSpec]:
-    """Return the captured spans of a stage with these layers; they cross layers up to `span_size` parameters.
-
-    Raises ValueError as `captured_segments`.
-    """
-    chosen = captured_segments(scope, all_segments(shapes, layers))
-    return _spans(shapes, layers, chosen, span_size)[0]
-
-
 def stage_segment_costs(shapes: Shapes, layers: range) -> list[tuple[range, SegmentCost]]:
     """Return the parts of a stage with EP communication overlap: their segments by place, and their costs."""
     return partition_segments(chain_facts(shapes, layers))
@@ -108,61 +97,27 @@ def chain_facts(shapes: Shapes, layers: range, span_size: int | None = None) -> 
     ]
 
 
-def compute_spans(
-    shapes: Shapes, layers: range, scope: Sequence[str] | None = None, span_size: int | None = None
-) -> list[list[SpanSpec]]:
-    """Return the captured spans of each compute part of a stage with EP communication overlap.
+def span_specs(shapes: Shapes, layers: Iterable[int], spans: Iterable[Span]) -> list[SpanSpec]:
+    """Return the tensors of the captured spans of a chunk with these layers, in order.
 
-    Raises ValueError as `captured_segments`.
+    spans: of the chunk, eager ones included; layer chains that are not cut may be left out.
     """
-    able = all_segments(shapes, layers)
-    chosen = captured_segments(scope, able, exchange_segments(shapes, layers))
-    parts = stage_segment_costs(shapes, layers)
-    found = _spans(shapes, layers, chosen, span_size, [own for own, _ in parts])
-    return [runs for runs, (_, section) in zip(found, parts, strict=True) if not section.exchange]
-
-
-def _spans(
-    shapes: Shapes,
-    layers: range,
-    chosen: Collection[str],
-    span_size: int | None,
-    parts: Sequence[range] | None = None,
-) -> list[list[SpanSpec]]:
-    """Return the spans of `chosen` segments in each part, a range of places; None: a single part."""
     own = {layer: segments(shapes.of_layer(layer)) for layer in layers}
-    links = [(layer, segment) for layer in layers for segment in own[layer]]
-    parts = [range(len(links))] if parts is None else parts
-    found: list[list[SpanSpec]] = []
+    links = [(layer, segment) for layer, parts in own.items() for segment in parts]
+    found: list[SpanSpec] = []
     tensors: CrossingTensors = (_Parts(shapes).hidden(),)
-    groups = layer_groups([layer_size(shapes, layer) for layer in layers], span_size)
-    group_of = dict(zip(layers, groups, strict=True))
-
-    def kind_of(link: tuple[int, PlannedSegment]) -> tuple[bool, int]:
-        captured = link[1].name in chosen
-        return captured, group_of[link[0]] if captured else -1
-
-    for places in parts:
-        found.append([])
-        for (captured, _), part in groupby((links[place] for place in places), kind_of):
-            given, run = tensors, list(part)
-            others: CrossingTensors = ()
-            for layer, segment in run:
-                tensors = segment.run(*tensors)
-                if segment is own[layer][-1]:
-                    tensors, others = tensors[:1], others + tensors[1:]
-            if captured:
-                if any(segment is own[layer][0] for layer, segment in run):
-                    given = (*given, *_Parts(shapes).documents())
-                first, last = (f"{layer}.{segment.name}" for layer, segment in (run[0], run[-1]))
-                made = [each for each in (*tensors, *others) if not any(each is before for before in given)]
-                found[-1].append(
-                    SpanSpec(
-                        first if first == last else f"{first} to {last}",
-                        tuple(each.spec for each in given),
-                        tuple(each.spec for each in made if each.grad) or None,
-                    )
-                )
+    for span in spans:
+        given, others, run = tensors, CrossingTensors(), [links[place] for place in span.segments or ()]
+        for layer, segment in run:
+            tensors = segment.run(*tensors)
+            if segment is own[layer][-1]:
+                tensors, others = tensors[:1], others + tensors[1:]
+        if span.captured:
+            if any(segment is own[layer][0] for layer, segment in run):
+                given = (*given, *_Parts(shapes).documents())
+            made = [each for each in (*tensors, *others) if not any(each is before for before in given)]
+            grads = tuple(each.spec for each in made if each.grad) or None
+            found.append(SpanSpec(span.name, tuple(each.spec for each in given), grads))
     return found
 
 

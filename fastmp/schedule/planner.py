@@ -7,7 +7,6 @@ from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-from fastmp.cuda_graphs.buffer_plan import SpanSpec
 from fastmp.cuda_graphs.scope import span_kinds
 from fastmp.pipeline.messages import RankProgram, forward_orders, rank_programs
 from fastmp.pipeline.schedule import Schedule
@@ -20,7 +19,7 @@ from fastmp.pipeline.stream_schedule import (
     partition_segments,
     step_launches,
 )
-from fastmp.schedule.program import KINDS, Instruction, Program, Span, with_buffers
+from fastmp.schedule.program import KINDS, Instruction, Program, Span
 
 __all__ = ["TAIL", "make_program"]
 
@@ -41,6 +40,8 @@ def make_program(
     forward_only: bool = False,
 ) -> Program:
     """Plan the step of a pipeline rank; ranks with equal arguments agree on all programs.
+
+    `with_buffers` gives its captured spans graphs. Until then they run eagerly, as in a warm-up step.
 
     If the schedule overlaps microbatches, layers are cut at their exchanges as well: those of the first chain
     of a chunk. A chunk of which nothing is captured or overlapped is one span.
@@ -83,12 +84,11 @@ def make_program(
     out += _posted(given, at, rank, stages, chunks)
     if forward_only:
         return Program(rank, stages, tuple(spans), tuple(out))
-    # 3. Add the work of the whole step, and number the graphs.
+    # 3. Add the work of the whole step.
     every = (*ahead, Instruction("zero"), *out, *map(Instruction, tail))
     cuts = [len(ahead) - 1, *(i for i, now in enumerate(every) if now.op == "decide"), len(every)]
     regions = [range(before + 1, after) for before, after in pairwise(cuts)] if whole_step else []
-    program = Program(rank, stages, tuple(spans), every, regions=tuple(regions))
-    return with_buffers(program, [SpanSpec(span.name, ()) for span in spans if span.captured])
+    return Program(rank, stages, tuple(spans), every, regions=tuple(regions))
 
 
 class _Chunk(NamedTuple):

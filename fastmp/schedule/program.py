@@ -111,15 +111,18 @@ class Program(NamedTuple):
         return 1 + max((flight.lane for flight in self.flights), default=-1)
 
 
-def with_buffers(program: Program, specs: Sequence[SpanSpec]) -> Program:
+def with_buffers(program: Program, specs: Sequence[SpanSpec] | None = None) -> Program:
     """Assign graphs, lanes and static buffers to the captured spans of a program from `make_program`.
 
-    specs: the tensors of the captured spans, in order. A span without gradients loses its backwards.
+    specs: the tensors of the captured spans, in order; a span without gradients loses its backwards. None:
+        there are no buffers.
 
     Raises:
         ValueError: another number of specs.
     """
     captured = [number for number, span in enumerate(program.spans) if span.captured]
+    if specs is None:
+        specs = [SpanSpec(program.spans[number].name, ()) for number in captured]
     if len(specs) != len(captured):
         raise ValueError(f"with_buffers: expected specs of {len(captured)} captured spans, got {len(specs)}")
     if not captured:
@@ -145,7 +148,7 @@ def with_buffers(program: Program, specs: Sequence[SpanSpec]) -> Program:
                 continue
             _, _, buffers, graph, flight = next(replays)
             places.append(len(out))
-            now = now._replace(flight=flight, graph=graph, buffers=buffers)
+            now = Instruction(*now[:6], flight, graph, buffers)
         out.append(now)
     spans = [
         span._replace(trained=number not in of_span or of_span[number].gradients is not None)

@@ -34,9 +34,8 @@ from fastmp.optim.from_config import make_grads
 from fastmp.pipeline.schedule import Schedule
 from fastmp.plan.graphs import graph_facts
 from fastmp.plan.layout import make_grid, problems
-from fastmp.plan.parameters import stage_layers, stage_map
-from fastmp.plan.segments import captured_spans, compute_spans, full_scope_spans
 from fastmp.plan.shapes import shapes_of
+from fastmp.plan.step_report import step_program, step_specs
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.graphing import make_graphs
 from fastmp.training.language import gpt_and_loss
@@ -202,26 +201,6 @@ def seen_case(rank, world, made, scope):
     return pp_rank, (planned.chunks, planned.num_graphs, planned.inputs(), planned.nbytes)
 
 
-def runs_of(made, size, rank, scope):
-    """By formula, of the chunks of a pipeline rank."""
-    shapes, layers, places = shapes_of(made, size), stage_layers(made), stage_map(made.parallel)
-    last_rank = places.rank(places.last)
-    found, span_size = [], made.optimizer.bucket_size if size > 1 else None
-    for stage in places.stages(rank):
-        own = range(sum(layers[:stage]), sum(layers[: stage + 1]))
-        if scope == ["full"]:
-            found += full_scope_spans(shapes, stage, stage_map(made.parallel), own)
-        elif made.parallel.overlap_experts:
-            found += compute_spans(shapes, own, scope, span_size)
-        else:
-            found.append(captured_spans(shapes, own, scope, span_size))
-    if scope != ["full"] and not made.parallel.overlap_experts and rank == last_rank:
-        first = made.model.num_layers
-        for layer in range(first, first + made.model.mtp_depth):
-            found.append(captured_spans(shapes, range(layer, layer + 1), scope, span_size))
-    return found
-
-
 QUICK = {
     *(
         "dense",
@@ -244,16 +223,15 @@ def test_the_plan_is_that_of_a_manager(made, dp, scope):
     size = size_of(made, dp)
     facts = graph_facts(scoped(made, scope), size)
     seen = [seen_case(0, 1, made, scope)] if size == 1 else run_ranks(seen_case, size, made, scope)
+    shapes = shapes_of(made, size)
     for rank, planned in seen:
         own = facts["ranks"][rank]
         chunks, graphs, inputs, nbytes = planned
-        formula = runs_of(made, size, rank, scope)
-        assert [list(chunk) for chunk in chunks] == formula
-        names = [[run.name for run in chunk] for chunk in formula]
-        if made.parallel.overlap_experts:  # they are planned by parts, and told by chunks
-            assert [*chain(*names)] == [*chain(*own["spans"])] and len(own["spans"]) == made.parallel.vpp
-        else:
-            assert names == own["spans"]
+        program, spans = step_program(made, shapes, rank, scope), [*chain(*chunks)]
+        assert [span[1:] for span in spans] == [span[1:] for span in step_specs(made, shapes, program)]
+        assert len(own["spans"]) == made.parallel.vpp
+        if scope != ["full"]:  # where a manager calls them by the functions that it captures
+            assert [span.name for span in spans] == [*chain(*own["spans"])]
         assert (graphs, inputs) == (own["graphs"], own["inputs"])
         assert nbytes == own["input_bytes"] + own["gradient_bytes"]
         assert own["graphs"] <= own["replays"]

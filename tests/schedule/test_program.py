@@ -331,7 +331,8 @@ def depend(program, one, other):
 
 @pytest.mark.parametrize(("sizes", "scope"), CHECKED, ids=str)
 def test_neighbours_that_depend_on_each_other_keep_their_order(sizes, scope):
-    programs, refused = programs_of(Schedule(*sizes), scope), Counter()
+    programs = [with_buffers(program) for program in programs_of(Schedule(*sizes), scope)]
+    refused = Counter()
     for rank, program in enumerate(programs):
         for i, (one, other) in enumerate(pairwise(program.instructions)):
             every = [*program.instructions[:i], other, one, *program.instructions[i + 2 :]]
@@ -350,11 +351,12 @@ def test_neighbours_that_depend_on_each_other_keep_their_order(sizes, scope):
 
 def broken_lists():
     """Yield (words of the error, programs) of two ranks, the second of which is changed in one place."""
-    _, second = programs_of(Schedule(2, 4, name="zero_bubble"), None)
+    plain = programs_of(Schedule(2, 4, name="zero_bubble"), None)[1]
+    second = with_buffers(plain)
     every, graphed = second.instructions, [now.graph >= 0 for now in second.instructions]
     ops, last = [now.op for now in every], max(i for i, now in enumerate(every) if now.kind)
     recv, dgrad, wgrad, fetch = (ops.index(op) for op in ("recv", "dgrad", "wgrad", "fetch"))
-    leased, one = with_buffers(second, specs_of(second, seed=3)), graphed.index(True)
+    leased, one = with_buffers(plain, specs_of(plain, seed=3)), graphed.index(True)
     _, whole = programs_of(Schedule(2, 4), ("full_step",))
 
     def cut(i, *between):
