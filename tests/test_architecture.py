@@ -181,6 +181,7 @@ def test_pure_modules_use_the_standard_library_only(module):
         "plan graphs configs/mixtral-8x7b.toml --world-size 64",
         "plan optimizer configs/mixtral-8x7b.toml --world-size 64",
         "plan recipe configs/mixtral-8x7b.toml --world-size 64",
+        "plan step configs/mixtral-8x7b.toml --world-size 64 --graphs.enabled",
         "plan time configs/mixtral-8x7b.toml --world-size 64",
     ],
 )

@@ -153,11 +153,11 @@ def test_people_read_what_a_recipe_means(capsys):
     assert [row[0] for row in table[2:]] == ["group", "tp", "ep", "etp", "dp-cp", "edp"]
 
 
-@pytest.mark.parametrize(("page", "number"), [("planning.md", 6), ("muon.md", 1)])
+@pytest.mark.parametrize(("page", "number"), [("planning.md", 7), ("muon.md", 1)])
 def test_pages_show_what_is_printed(capsys, monkeypatch, page, number):
     monkeypatch.chdir(CONFIGS.parent)
     page = (CONFIGS.parent / "docs" / page).read_text()
-    command = r"(?:recipe|optimizer|time) configs/(?:.*\\\n)*.*"  # a long one continues on the next line
+    command = r"(?:recipe|optimizer|step|time) configs/(?:.*\\\n)*.*"  # a long one continues on the next line
     shown = re.findall(rf"```\n\$ fastmp plan ({command})\n((?:.*\n)*?)```", page)
     assert len(shown) == number
     for command, expected in shown:
