@@ -19,13 +19,13 @@ from fastmp.pipeline.stream_schedule import (
     partition_segments,
     step_launches,
 )
-from fastmp.schedule.program import KINDS, Instruction, Program, Span
+from fastmp.schedule.program import KINDS, LOSS, Instruction, Program, Span
 
 __all__ = ["TAIL", "make_program"]
 
 TAIL = ("reduce", "sum", "update", "gather")
+_CHUNK = "whole chunk"
 _BEFORE, _BETWEEN, _BEHIND = "before the layers", "between the layers", "behind the layers"
-_CHUNK, _LOSS = "whole chunk", "loss"
 _OPS = {kind: op for op, kind in KINDS.items()}
 _COMPUTE = SegmentCost("layers")
 
@@ -133,7 +133,7 @@ def _cut(
     # 1. Code before the layers, or the whole chunk if they are not cut. Under scope "full" a stage without
     #    layers, which returns what it gets, has no graph, and a model of one stage shares one with its loss.
     alone = full and len(stages) == 1
-    name = _BEFORE if layers else f"{_CHUNK} and {_LOSS}" if alone else _CHUNK
+    name = _BEFORE if layers else f"{_CHUNK} and {LOSS}" if alone else _CHUNK
     before = range(len(spans), len(spans) + 1)
     spans.append(Span(name, chunk, captured=full and (stage == 0 or any(chains))))
     # 2. The layers.
@@ -144,7 +144,7 @@ def _cut(
     behind = len(spans)
     # 3. Code behind them.
     spans += [Span(_BEHIND, chunk)] * bool(layers)
-    spans += [Span(_LOSS, chunk, captured=full)] * (stage == stages.last and not alone)
+    spans += [Span(LOSS, chunk, captured=full)] * (stage == stages.last and not alone)
     ops = ops if overlap or not ops else [range(ops[0].start, behind)]
     return _Chunk(before, ops, [cost for cost, _ in layers], range(behind, len(spans)))
 
@@ -214,7 +214,7 @@ def _unrolled(
     # 2. Spans go forward in order, backward in reverse.
     for step, kind, numbers in runs:
         for number in numbers if kind == FORWARD else reversed(numbers):
-            whole = spans[number].name == _LOSS and kind != FORWARD  # its backward is not split
+            whole = spans[number].name == LOSS and kind != FORWARD  # its backward is not split
             if not (whole and kind == BACKWARD_WEIGHT):
                 yield Instruction("backward" if whole else _OPS[kind], step.microbatch, number)
 

@@ -31,9 +31,10 @@ from fastmp.cuda_graphs.lanes import Flight
 from fastmp.pipeline.stage_map import StageMap
 from fastmp.pipeline.steps import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
 
-__all__ = ["KINDS", "Instruction", "Program", "Span", "buffer_plan", "in_words", "with_buffers"]
+__all__ = ["KINDS", "LOSS", "Instruction", "Program", "Span", "buffer_plan", "in_words", "with_buffers"]
 
 KINDS = {"forward": FORWARD, "backward": BACKWARD, "dgrad": BACKWARD_INPUT, "wgrad": BACKWARD_WEIGHT}
+LOSS = "loss"  # the name of its span
 _WORDS = {
     "fetch": "batch",
     "zero": "gradient buffers",
@@ -199,6 +200,6 @@ def in_words(program: Program, now: Instruction, width: int = 0) -> str:
         text = _WORDS[now.op]
     else:
         span = program.spans[now.span]
-        of_chunk = f" of chunk {span.chunk}" * (span.segments is None and program.stages.vpp > 1)
-        text = span.name + of_chunk
+        several = span.segments is None and span.name != LOSS and program.stages.vpp > 1
+        text = span.name + f" of chunk {span.chunk}" * several
     return " ".join([f"{now.op:{width}}", *[f"m{now.microbatch}"] * (now.microbatch >= 0), text])

@@ -207,7 +207,9 @@ def test_random_sizes_and_segments():
         facts = [
             [
                 [
-                    SegmentFacts(f"{i}.any{i}", drawn.random() < 0.3, drawn.random() < 0.6, i // 3)
+                    SegmentFacts(
+                        f"{i}.{drawn.choice('ab')}", drawn.random() < 0.3, drawn.random() < 0.6, i // 3
+                    )
                     for i in range(start, start + drawn.randint(0, 5))
                 ]
                 for start in range(0, 10 * drawn.randint(1, 3), 10)
