@@ -8,7 +8,6 @@ tensor-parallel group have unequal slices of a sequence, the plan is the first r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from fastmp.config import MoEConfig
@@ -65,21 +64,19 @@ def segments(shapes: Shapes) -> list[PlannedSegment]:
     return found
 
 
-def all_segments(shapes: Shapes, layers: range | None = None) -> dict[str, bool]:
-    """Return {segment: True if it can be captured} of all layers, or of `layers`."""
-    return {segment.name: segment.capturable for segment in _of_kinds(shapes, layers)}
+def all_segments(shapes: Shapes) -> dict[str, bool]:
+    """Return {segment: True if it can be captured} of all layers."""
+    return {segment.name: segment.capturable for segment in _of_kinds(shapes)}
 
 
-def exchange_segments(shapes: Shapes, layers: range | None = None) -> list[str]:
+def exchange_segments(shapes: Shapes) -> list[str]:
     """Return the segments that communicate between expert-parallel ranks."""
-    return list(dict.fromkeys(each.name for each in _of_kinds(shapes, layers) if each.exchanges))
+    return list(dict.fromkeys(each.name for each in _of_kinds(shapes) if each.exchanges))
 
 
-def _of_kinds(shapes: Shapes, layers: range | None) -> list[PlannedSegment]:
+def _of_kinds(shapes: Shapes) -> list[PlannedSegment]:
     """Return the segments of each kind of layer."""
-    own = shapes.model.layers
-    kinds = dict.fromkeys(own if layers is None else (own[min(layer, len(own) - 1)] for layer in layers))
-    return [each for kind in kinds for each in segments(replace(shapes, model=kind))]
+    return [each for kind in dict.fromkeys(shapes.model.layers) for each in segments(shapes.of_kind(kind))]
 
 
 def stage_segment_costs(shapes: Shapes, layers: range) -> list[tuple[range, SegmentCost]]:

@@ -126,10 +126,8 @@ def _cut(
     stages: StageMap,
 ) -> _Chunk:
     """Append the spans of a chunk, which is stage number `stage`, to `spans`."""
-    full, layers = (
-        "full" in (scope or ()),
-        _layer_ops(chunk, chains[:1] if overlap else chains, scope, overlap),
-    )
+    layers = _layer_ops(chunk, chains[:1] if overlap else chains, scope, overlap)
+    full = "full" in (scope or ()) and not overlap
     # 1. Code before the layers, or the whole chunk if they are not cut. Under scope "full" a stage without
     #    layers, which returns what it gets, has no graph, and a model of one stage shares one with its loss.
     alone = full and len(stages) == 1
@@ -176,12 +174,12 @@ def _layer_ops(
 def _kinds(
     chain: Sequence[SegmentFacts], scope: Sequence[str] | None, overlap: bool
 ) -> list[tuple[bool, int]]:
-    """Return what `span_kinds` does; no segment has a graph of its own in one of the whole chunk or step."""
-    none, names = [(False, -1)] * len(chain), () if scope is None else scope
-    if scope is not None and not scope:
+    """Return what `span_kinds` does; a graph of the whole chunk or step has no graphs of segments in it."""
+    none, names = [(False, -1)] * len(chain), {*(scope or ())}
+    if scope is not None and not names:
         return none
     kinds = span_kinds(chain, scope, overlap=overlap and "full_step" not in names)
-    return none if {"full", "full_step"} & {*names} else kinds
+    return none if "full_step" in names or ("full" in names and not overlap) else kinds
 
 
 def _launches(

@@ -254,6 +254,17 @@ def test_chains_beside_the_layers_have_spans_of_their_own():
     assert max(span.segments.stop for span in overlapped.spans if span.segments) == 6
 
 
+def test_code_around_overlapped_layers_runs_before_and_after_both_microbatches():
+    program = make_program(Schedule(1, 2, overlap=True), 0, [[layers(1)]])
+    words = [in_words(program, now) for now in program.instructions]
+    pair = words[words.index("fetch m1 batch") + 1 : words.index("forward m1 loss") + 1]
+    assert pair[:3] == ["backward m0 loss", "backward m0 behind the layers", "forward m1 before the layers"]
+    assert pair[-3:] == ["backward m0 before the layers", "forward m1 behind the layers", "forward m1 loss"]
+    streams = {span.name: span.stream for span in program.spans}
+    between = [streams[text.split(" ", 2)[2]] for text in pair[3:-3]]
+    assert between.count("exchange") == 4 and between[:2] == ["exchange", "compute"]
+
+
 def test_an_evaluation_has_forwards_and_messages_alone():
     schedule = Schedule(2, 3, 2, name="dualpipe_v", overlap=True)
     programs = programs_of(schedule, None, forward_only=True)
