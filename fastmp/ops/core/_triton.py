@@ -31,7 +31,7 @@ try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     def jit(fn=None, *, dynamic="", fixed=""):
-        """Decorate a Triton kernel or device function.
+        """Decorate a Triton kernel, as `@jit(dynamic="num_rows", fixed="num_cols")`, or a device function.
 
         Every integer argument of a kernel is declared, or its launch raises: an undeclared one would compile
         the kernel again for each value.
@@ -41,11 +41,6 @@ try:
                 value recompiles the kernel. Named tensors are not specialised on their alignment either.
             fixed: names of sizes and pitches that the model fixes. The compiler learns whether they are 1 or
                 multiples of 16.
-
-        Example:
-
-            @jit(dynamic="num_rows", fixed="num_cols")
-            def double_kernel(x, y, num_rows, num_cols, BLOCK: tl.constexpr): ...
         """
         if fn is None:
             return functools.partial(jit, dynamic=dynamic, fixed=fixed)
