@@ -17,8 +17,7 @@ from fastmp.distributed.rng import RngTracker
 from fastmp.optim.named_params import named_parameters
 from fastmp.tensor_parallel.attributes import parallel_attributes
 from fastmp.testing.parallel import full_tensor
-from fastmp.testing.ranks import run_ranks
-from fastmp.training.language import gpt_and_loss
+from fastmp.training.language import bert_and_loss, gpt_and_loss
 from fastmp.training.trainer import Trainer
 
 OPTIMIZER = OptimizerConfig(lr=3e-3, min_lr=1e-4, warmup_steps=2)
@@ -57,16 +56,18 @@ def make_trainer(
     overlap_experts=False,
     fp8=None,
     frozen=None,
+    bert=None,
     **train,
 ):
     """Return a trainer of the whole model, or of the stages of `layout`; train: fields of TrainConfig.
 
-    frozen: name of a parameter -> True if it is not trained.
+    frozen: name of a parameter -> True if it is not trained. bert: options of `bert_and_loss`.
     """
     cp = {} if groups.cp is None else {"cp_rank": group_rank(groups.cp)}
     rng = RngTracker(seed, tp_rank=group_rank(groups.tp), **cp, device=device)
     layout = ParallelConfig() if layout is None else layout
-    model, loss = gpt_and_loss(config, groups, layout, rng=rng, dtype=dtype, device=device, fp8=fp8)
+    make, more = (gpt_and_loss, {"fp8": fp8}) if config.bert is None else (bert_and_loss, bert or {})
+    model, loss = make(config, groups, layout, rng=rng, dtype=dtype, device=device, **more)
     if frozen is not None:
         for name, param in named_parameters([model] if isinstance(model, nn.Module) else model):
             param.requires_grad_(not frozen(name))
@@ -142,9 +143,14 @@ def whole(trainer, tensor_of):
 
 
 def run(trainer, steps=STEPS):
-    """Numbers of each step, gradients of the first, and at the end parameters, biases, an evaluation."""
+    """Numbers of each step, gradients of the first, parameters and biases at the end, an evaluation.
+
+    The evaluation comes before the last step, whose numbers show that it has left nothing behind.
+    """
     curve, counts = [], []
     for step in range(steps):
+        if step == steps - 1:
+            evaluation = trainer.evaluate()
         result = trainer._train_step()  # whose parameters come while the next one runs
         aux = 0.0 if result.aux_loss is None else result.aux_loss.item()
         losses = [result.loss.item(), result.mtp_loss.item(), aux]
@@ -159,9 +165,11 @@ def run(trainer, steps=STEPS):
         for name, bias in chunk.named_buffers()
         if name.endswith("expert_bias")
     }
-    evaluation = trainer.evaluate()
     trainer.optimizer.gather.wait()
-    return curve, counts, grads, whole(trainer, lambda param: param), biases, evaluation
+    params = whole(trainer, lambda param: param)
+    for name in trainer.grads.gathered_in_fp8:  # whose values are with their owners
+        del params[name]
+    return curve, counts, grads, params, biases, evaluation
 
 
 def checksums(trainer):
@@ -187,30 +195,6 @@ def check_replicas(of_ranks):
         for place, checksum in found.items():
             assert shards.setdefault(place, checksum) == checksum, f"{place} differs between its replicas"
     return shards
-
-
-def check_as_one_rank(results, one_rank):
-    """Losses, loads, norm and every gradient of ranks to 1e-10, their replicas bitwise equal.
-
-    results: `run` and `checksums` of every rank. one_rank: `run` of a single one.
-    """
-    curve, counts, grads, *_ = one_rank
-    check_replicas(bits for *_, bits in results)
-    for mine, my_counts, my_grads, *_ in results:
-        torch.testing.assert_close(torch.tensor(mine), torch.tensor(curve), rtol=0, atol=1e-10)
-        assert my_counts == counts
-        for key, value in my_grads.items():
-            torch.testing.assert_close(value, grads[key], rtol=0, atol=1e-10, msg=key)
-
-
-def run_layout(world, layout, steps, **options):
-    """Return `run` and `checksums` of every rank of a layout; options: those of `make_trainer`."""
-
-    def rank_main(rank, world_size):
-        trainer = make_trainer(make_groups(world_size, layout), layout, **options)
-        return *run(trainer, steps), checksums(trainer)
-
-    return [rank_main(0, 1)] if world == 1 else run_ranks(rank_main, world, timeout=120)
 
 
 def check_resume(make, make_again=None, steps=6):

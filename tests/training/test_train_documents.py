@@ -1,21 +1,19 @@
-"""Training on packed documents: on every layout what each document alone gives, and by the command."""
+"""Training on packed documents: what each document alone gives, and by the command."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
+from feature_table import DENSE, LLAMA, MOE
 from graphed_trainers import run_packed
-from marks import exhaustive, full
+from marks import full
 from torch._subclasses.fake_tensor import FakeTensorMode
-from train_tools import DENSE, EXPERTS, NoDeviceCopies, PackedSamples, arguments, gather_main_grads, losses
-from trainer_tools import case, make_groups, make_trainer, whole
+from train_tools import NoDeviceCopies, PackedSamples, arguments, losses
+from trainer_tools import make_trainer, whole
 
 from fastmp.apps.train import main
 from fastmp.config import GraphConfig, ParallelConfig, TrainConfig
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.testing.ranks import run_ranks
 from fastmp.training.data.corpus import build
 from fastmp.training.language import gpt_and_loss
 from fastmp.training.trainer import Trainer
@@ -23,9 +21,6 @@ from fastmp.training.trainer import Trainer
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
-LLAMA = replace(DENSE, position="rope", norm="rmsnorm", tie_embeddings=False, num_kv_heads=2)
-# A load-balancing loss is one of all tokens together: without it, experts see documents one by one as well.
-MOE = replace(EXPERTS, position="rope", moe=replace(EXPERTS.moe, aux_loss=0.0))
 
 
 def alone(config):
@@ -49,90 +44,17 @@ def alone(config):
     return total / tokens, whole(trainer, lambda param: param.main_grad)
 
 
-def packed(groups, layout, config):
-    trainer = make_trainer(groups, layout, config=config, samples=PackedSamples)
-    result = trainer.train_step()
-    gather_main_grads(trainer.grads)
-    grads = whole(trainer, lambda param: param.main_grad)
-    return result.loss, grads, trainer.evaluate().loss
-
-
-CASES = {
-    2: [case(MOE, pp=2, vpp=2, schedule="zero_bubble", recompute=True)],
-    4: [
-        case(LLAMA, pp=2, vpp=2, tp=2, sequence_parallel=True),
-        case(DENSE, pp=4),
-        case(DENSE, cp=2, pp=2),
-        case(MOE, ep=2, pp=2, schedule="zero_bubble"),
-        case(MOE, cp=2, ep=2, tp=2, etp=1),
-        case(LLAMA, pp=2, stage_layers=(0, 4)),
-        case(MOE, pp=2, vpp=2, ep=2, schedule="dualpipe_v"),
-    ],
-}
-
-
-@pytest.mark.parametrize("world", [*full([2]), *exhaustive([4])])
-def test_every_layout_trains_on_each_document_alone(world):
-    def rank_main(rank, world_size):
-        return [packed(make_groups(world_size, layout), layout, config) for config, layout in CASES[world]]
-
-    results = run_ranks(rank_main, world, timeout=180)
-    for number, (config, layout) in enumerate(CASES[world]):
-        expected, expected_grads = alone(config)
-        evaluated, seen = packed_on_one_rank(config), set()
-        for loss, grads, evaluation in (own[number] for own in results):
-            torch.testing.assert_close(loss, expected, **CLOSE)
-            assert abs(evaluation - evaluated) < 1e-10
-            for name, grad in grads.items():
-                torch.testing.assert_close(grad, expected_grads[name], msg=f"{layout}: {name}", **CLOSE)
-            seen |= set(grads)
-        assert seen == set(expected_grads), layout
-
-
-def packed_on_one_rank(config):
+@pytest.mark.parametrize("config", [LLAMA, *full([MOE, DENSE])], ids=("llama", "moe", "dense"))
+def test_a_step_trains_on_each_document_alone(config):
+    """On one rank; tests/training/test_every_layout.py compares the layouts with it."""
     trainer = make_trainer(config=config, samples=PackedSamples)
-    trainer.train_step()
-    return trainer.evaluate().loss
-
-
-def graphs_case(rank, world, cases):
-    for config, layout, scope in cases:
-        groups = make_groups(world, layout)
-        graphs = GraphConfig(enabled=True, scope=scope, verify_every=5)
-        (graphed, manager), (eager, _) = (run_packed(groups, layout, config, each) for each in (graphs, None))
-        assert manager.num_graphs == manager.plan.num_graphs, manager.describe()
-        assert all(map(torch.equal, graphed, eager)), (layout, scope)
-
-
-GRAPHS = {
-    1: [
-        (*case(MOE), None),
-        (*case(LLAMA, recompute=True), None),
-        (*case(replace(LLAMA, attention_dropout=0.1)), None),
-        (*case(MOE), ("moe_router",)),
-        (*case(MOE, recompute=True), ("full",)),
-    ],
-    2: [
-        (*case(LLAMA, pp=2, vpp=2), None),
-        (*case(MOE, pp=2, schedule="zero_bubble", recompute=True), None),
-        (*case(DENSE, pp=2, stage_layers=(0, 4)), ("full",)),
-        (*case(MOE, cp=2, ep=2), None),
-        (*case(MOE, tp=2, sequence_parallel=True), ("full",)),
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    ("world", "cases"),
-    [
-        (1, GRAPHS[1][:1]),
-        *full([(1, GRAPHS[1][1:])]),
-        *exhaustive([(2, GRAPHS[2])]),
-    ],
-)
-def test_graphs_read_where_documents_of_each_microbatch_begin(world, cases):
-    """Bit for bit what eager steps make of them; they differ from microbatch to microbatch."""
-    graphs_case(0, 1, cases) if world == 1 else run_ranks(graphs_case, world, cases, timeout=180)
+    loss = trainer.train_step().loss
+    expected, expected_grads = alone(config)
+    torch.testing.assert_close(loss, expected, **CLOSE)
+    grads = whole(trainer, lambda param: param.main_grad)
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, expected_grads[name], msg=name, **CLOSE)
 
 
 @pytest.mark.full

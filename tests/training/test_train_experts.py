@@ -1,8 +1,4 @@
-"""Parameters of experts in training: on every layout the gradients, norm, steps and checkpoints of one rank.
-
-A stand-in for an expert layer, small enough to be seen through: token t goes to expert t % E, tokens are
-divided over all ranks, and every rank of the expert group sees all tokens of the group.
-"""
+"""Parameters of experts in training, by a stand-in: collectives, norm, skipped steps, checkpoints, loads."""
 
 from __future__ import annotations
 
@@ -13,201 +9,28 @@ from functools import partial
 
 import pytest
 import torch
+from expert_stand_in import GLOBAL_BATCH, E, loss_fn, make_trainer, stats_loss_fn
+from feature_table import one_rank
 from marks import full
-from torch import nn
-from train_tools import gather_main_grads, saved_tensors
-from trainer_tools import check_replicas, check_resume, checksums, make_groups, whole
+from train_tools import saved_tensors
+from trainer_tools import check_resume, make_groups
 
-from fastmp.config import OptimizerConfig, TrainConfig
-from fastmp.distributed.collectives import (
-    copy_to_group,
-    gather_from_group,
-    gather_sequence,
-    group_rank,
-    group_size,
-    reduce_from_group,
-    reduce_scatter_sequence,
-    split_to_group,
-)
-from fastmp.distributed.groups import ParallelGroups
-from fastmp.tensor_parallel.attributes import local_shard
-from fastmp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.checkpoint.format import read_manifest
 from fastmp.training.metrics import RunInfo, TrainLog, read_metrics
 from fastmp.training.plot import plot_loads
-from fastmp.training.trainer import ExpertStats, Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-E, F, H = 8, 16, 12  # experts, hidden units of each, features
-GLOBAL_BATCH, MICRO_BATCH = 64, 8
-# World size, tp, ep, etp
-LAYOUTS = [
-    (2, 2, 2, 1),
-    (4, 2, 2, 2),
-    *full(
-        [
-            (2, 1, 2, 1),
-            (2, 2, 1, 2),
-            (2, 1, 1, 2),
-            (4, 2, 2, 1),
-            (4, 1, 4, 1),
-            (4, 4, 2, 2),
-            (4, 4, 1, 1),
-            (8, 2, 2, 2),
-            (8, 2, 4, 1),
-            (8, 4, 8, 1),
-        ]
-    ),
-]
 
-
-class Experts(nn.Module):
-    """E x (scale, up, tanh, down, bias) of this rank: matrices cut over `etp`, vectors the same on it."""
-
-    def __init__(self, groups):
-        super().__init__()
-        self.etp, self.ep = groups.etp, groups.ep
-        shapes = {"scale": (E, H), "up": (E, F, H), "down": (E, H, F), "bias": (E, H)}
-        cuts = {"up": 1, "down": 2}
-        for name, shape in shapes.items():
-            full = torch.randn(shape, dtype=torch.float64) * 0.3
-            shard = full.chunk(group_size(self.ep))[group_rank(self.ep)]
-            if name in cuts:
-                shard = local_shard(shard, cuts[name], 1, group_size(self.etp), group_rank(self.etp))
-            param = nn.Parameter(shard.clone())
-            param.expert_parallel = True
-            if name in cuts:
-                param.tensor_model_parallel, param.partition_dim = True, cuts[name]
-            setattr(self, name, param)
-
-    def forward(self, x_TH, expert_T):
-        rows = gather_sequence(gather_from_group(x_TH, self.etp, 0), self.ep)
-        expert = gather_sequence(gather_from_group(expert_T, self.etp, 0), self.ep)
-        output = torch.zeros_like(rows)
-        first = group_rank(self.ep) * len(self.up)
-        for i in range(len(self.up)):
-            mine = expert == first + i
-            x = copy_to_group(rows[mine] * self.scale[i], self.etp)
-            y = reduce_from_group(torch.tanh(x @ self.up[i].t()) @ self.down[i].t(), self.etp)
-            output[mine] = y + self.bias[i]
-        return split_to_group(reduce_scatter_sequence(output, self.ep), self.etp, 0)
-
-
-class Router(nn.Module):
-    """Routes nothing; keeps the counts that it is shown, and a bias towards the experts that had less."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("bias", torch.zeros(E))
-        self.seen = []
-
-    def update_expert_bias(self, counts):
-        self.seen.append(counts.tolist())
-        self.bias += (counts.double().mean() - counts).sign()
-
-
-class Model(nn.Module):
-    """A tensor-parallel pair of layers, then experts on this rank's part of the tokens."""
-
-    def __init__(self, groups, seed, num_routers=0):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.tp = groups.tp
-        options = {"group": self.tp, "dtype": torch.float64}
-        self.up = ColumnParallelLinear(H, 4 * H, gather_output=False, **options)
-        self.down = RowParallelLinear(4 * H, H, input_is_parallel=True, **options)
-        self.gate = nn.Parameter(torch.randn(H, H, dtype=torch.float64) * 0.3)
-        self.gate.sequence_parallel = True
-        self.experts = Experts(groups)
-        self.routers = nn.ModuleList(Router() for _ in range(num_routers))
-
-    def forward(self, x_TH, expert_T):
-        x_TH = x_TH + self.down(torch.tanh(self.up(x_TH)))
-        own, expert = (split_to_group(tensor, self.tp, 0) for tensor in (x_TH, expert_T))
-        own = own + self.experts(own @ self.gate.t(), expert)
-        return gather_from_group(own, self.tp, 0)
-
-
-class Rows:
-    """Random rows, each a function of its number, to be mapped to their cumulative sums."""
-
-    micro_batch_size = MICRO_BATCH
-
-    def batch(self, step, microbatch, num_microbatches, dp_rank, dp_size):
-        first = ((step * num_microbatches + microbatch) * dp_size + dp_rank) * MICRO_BATCH
-        generators = [torch.Generator().manual_seed(first + i) for i in range(MICRO_BATCH)]
-        x = torch.stack([torch.randn(H, dtype=torch.float64, generator=g) for g in generators])
-        return {"x": x, "expert": (first + torch.arange(MICRO_BATCH)) * 5 % 7 % E, "y": x.cumsum(1)}
-
-
-def loss_fn(model, batch):
-    error = model(batch["x"], batch["expert"]) - batch["y"]
-    return error.square().sum(), torch.tensor(len(error))
-
-
-def stats_loss_fn(model, batch):
-    """Two layers' counts of this rank's tokens, and a loss of the same, which reaches the gate only."""
-    own, expert = (split_to_group(batch[name], model.tp, 0) for name in ("x", "expert"))
-    counts = torch.bincount(expert, minlength=E)
-    aux_loss = reduce_from_group((own @ model.gate.t()).square().sum(), model.tp)
-    return *loss_fn(model, batch), ExpertStats(aux_loss, torch.stack([counts, counts.roll(1)]))
-
-
-def make_trainer(groups=ParallelGroups.alone(), *, seed=5, clip=0.0, num_routers=0, buckets=10**6, **train):
-    config = TrainConfig(global_batch_size=GLOBAL_BATCH, eval_interval=0, steps=40, **train)
-    optimizer = OptimizerConfig(
-        lr=1e-2, min_lr=1e-3, warmup_steps=2, weight_decay=0.1, clip_grad_norm=clip, bucket_size=buckets
-    )
-    function = stats_loss_fn if num_routers else loss_fn
-    model = Model(groups, seed, num_routers)
-    return Trainer(model, Rows(), function, config, optimizer=optimizer, groups=groups)
-
-
-def train(trainer, steps=4):
-    """Loss, norm and all gradients of the first step; then all parameters after `steps`."""
-    first = trainer.train_step()
-    gather_main_grads(trainer.grads)
-    grads = whole(trainer, lambda param: param.main_grad)
-    results = [first, *(trainer.train_step() for _ in range(steps - 1))]
-    curve = [(result.loss.item(), result.grad_norm.item()) for result in results]
-    return curve, grads, whole(trainer, lambda param: param)
-
-
-@pytest.fixture(scope="module")
-def one_rank():
-    return train(make_trainer(clip=1.0))
-
-
-def test_one_rank_is_plain_autograd(one_rank):
+def test_one_rank_is_plain_autograd():
     """What the layouts are compared with: the norm is that of all gradients, and clipping matters."""
-    (loss, norm), *rest = one_rank[0]
+    curve, _, grads, *_ = one_rank("stand-in")
+    (loss, *_, norm), *rest = curve
     assert norm > 2.0 and rest[-1][0] < loss
-    expected = math.sqrt(sum(grad.square().sum().item() for grad in one_rank[1].values())) / GLOBAL_BATCH
+    expected = math.sqrt(sum(grad.square().sum().item() for grad in grads.values())) / GLOBAL_BATCH
     assert abs(norm - expected) < 1e-10
-
-
-@pytest.mark.parametrize(("world", "tp", "ep", "etp"), LAYOUTS)
-def test_every_layout_is_one_rank(one_rank, world, tp, ep, etp):
-    """Loss, norm, every gradient and parameter to 1e-10, with clipping; replicas bitwise equal."""
-
-    def rank_main(rank, world_size):
-        groups = make_groups(world_size, tp=tp, ep=ep, etp=etp)
-        trainer = make_trainer(groups, clip=1.0, buckets=100)
-        return *train(trainer), checksums(trainer)
-
-    curve, grads, params = one_rank
-    results = run_ranks(rank_main, world)
-    shards = check_replicas(bits for *_, bits in results)
-    for mine, my_grads, my_params, _ in results:
-        assert mine == results[0][0], "bits differ between ranks"
-        torch.testing.assert_close(torch.tensor(mine), torch.tensor(curve), rtol=0, atol=1e-10)
-        for name in grads:
-            torch.testing.assert_close(my_grads[name], grads[name], rtol=0, atol=1e-10, msg=name)
-            torch.testing.assert_close(my_params[name], params[name], rtol=0, atol=1e-10, msg=name)
-    assert len([place for place in shards if place[0] == "experts.up"]) == ep * etp
 
 
 def test_experts_and_the_rest_are_each_sent_once_to_their_own_replicas():

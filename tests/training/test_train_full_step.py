@@ -1,4 +1,4 @@
-"""Whole steps in one graph are eager steps, bit for bit, on every layout that has one."""
+"""Whole steps in one graph: 16 bits, resuming, evaluations, and what cannot be captured."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from graphed_trainers import CONFIG, DENSE, EXPERTS, ONE, make_graphed, run, run_packed
-from marks import ON_GPUS, exhaustive, full
+from graphed_trainers import CONFIG, DENSE, EXPERTS, ONE, make_graphed, run
+from marks import full
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_tools import Samples
 from trainer_tools import make_groups, make_trainer
 
-import fastmp
 from fastmp.config import GraphConfig, OptimizerConfig, ParallelConfig
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.testing.ranks import run_ranks
-from fastmp.training.graphing import CheckedStepGraphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,93 +23,6 @@ EVALUATION = GraphConfig(enabled=True, evaluation=True)
 BUCKETS = OptimizerConfig(bucket_size=200)
 PIPELINE = ParallelConfig(ep=2, pp=2)
 SHARED_MEMORY = replace(EXPERTS, moe=replace(EXPERTS.moe, dispatcher="symmetric"))
-
-
-def compare(groups=ParallelGroups.alone(), layout=ONE, steps=20, **options):
-    graphed, graph = run(STEP, groups, layout, steps=steps, **options)
-    eager, _ = run(None, groups, layout, steps=steps, **options)
-    assert graph.num_graphs == (2 if isinstance(graph, CheckedStepGraphs) else 1)
-    assert len(graphed) == len(eager) and all(map(torch.equal, graphed, eager))
-
-
-WHOLE = [
-    (EXPERTS, ONE, 4),
-    *full([(DENSE, ONE, 20), (EXPERTS, ParallelConfig(recompute=True), 20)]),
-]
-
-
-@pytest.mark.parametrize(("config", "layout", "steps"), WHOLE)
-def test_a_rank_alone(config, layout, steps):
-    compare(config=config, layout=layout, steps=steps)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("config", "layout", "steps"), WHOLE)
-def test_a_gpu_alone(config, layout, steps):
-    compare(config=config, layout=layout, steps=steps, device="cuda")
-
-
-def ranks_case(rank, world, grid, cases):
-    groups, device = make_groups(world, **grid), fastmp.init().device
-    for config, layout, optimizer in cases:
-        options = {"config": config, "optimizer": optimizer, "device": device}
-        compare(groups, layout, overlap_experts=layout.overlap_experts, **options)
-
-
-RANKS = {
-    "tensor": (
-        {"tp": 2},
-        [
-            (DENSE, ParallelConfig(tp=2, sequence_parallel=True), BUCKETS),
-            (EXPERTS, ParallelConfig(tp=2, etp=1), BUCKETS),
-        ],
-    ),
-    "data": (
-        {},
-        [
-            (DENSE, ONE, BUCKETS),
-            (EXPERTS, ParallelConfig(recompute=True), BUCKETS),
-            (DENSE, ONE, replace(BUCKETS, name="muon", shard=False)),
-        ],
-    ),
-    "experts": (
-        {"ep": 2},
-        [
-            (SHARED_MEMORY, ParallelConfig(ep=2), BUCKETS),
-            (SHARED_MEMORY, ParallelConfig(ep=2, overlap_experts=True), BUCKETS),
-        ],
-    ),
-    "context": ({"cp": 2}, [(DENSE, ParallelConfig(cp=2), BUCKETS)]),
-    "pipeline": (
-        {"pp": 2},
-        [
-            (DENSE, ParallelConfig(pp=2), BUCKETS),
-            (CONFIG, ParallelConfig(pp=2, vpp=2), BUCKETS),
-            (DENSE, ParallelConfig(pp=2, schedule="zero_bubble"), BUCKETS),
-            (CONFIG, ParallelConfig(pp=2, vpp=2, schedule="dualpipe_v"), BUCKETS),
-        ],
-    ),
-}
-
-
-@pytest.mark.parametrize("device", ["cpu", ON_GPUS])
-@pytest.mark.parametrize("name", [*full(name for name in RANKS if name != "tensor"), *exhaustive(["tensor"])])
-def test_two_ranks(name, device):
-    run_ranks(ranks_case, 2, *RANKS[name], timeout=240, device=device)
-
-
-@pytest.mark.exhaustive
-def test_a_pipeline_of_tensor_and_data_parallel_ranks():
-    cases = [(DENSE, ParallelConfig(tp=2, pp=2, sequence_parallel=True), BUCKETS)]
-    run_ranks(ranks_case, 8, {"tp": 2, "pp": 2}, cases, timeout=300)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("vpp", "schedule"), [(1, "1f1b"), (2, "1f1b"), (2, "dualpipe_v")])
-def test_a_pipeline_of_ranks_that_run_two_microbatches_at_once(vpp, schedule):
-    config = replace(SHARED_MEMORY, num_layers=2 * vpp)
-    layout = ParallelConfig(ep=2, pp=2, vpp=vpp, schedule=schedule, overlap_experts=True)
-    run_ranks(ranks_case, 4, {"ep": 2, "pp": 2}, [(config, layout, BUCKETS)], timeout=180)
 
 
 @pytest.mark.full
@@ -126,13 +37,6 @@ def test_sixteen_bits(dtype):
         found.append([*(r.loss for r in results), *(r.grad_norm for r in results), *scale])
     assert all(torch.equal(a, b) or (a.isnan() & b.isnan()) for a, b in zip(*found))
     assert dtype != torch.float16 or int(trainer.optimizer.skipped_steps) > 0
-
-
-@pytest.mark.full
-def test_packed_documents():
-    graphed, graph = run_packed(ParallelGroups.alone(), None, EXPERTS, STEP)
-    assert graph.num_graphs == 1
-    assert all(map(torch.equal, graphed, run_packed(ParallelGroups.alone(), None, EXPERTS, None)[0]))
 
 
 def test_what_is_loaded_is_what_the_graph_reads(tmp_path):

@@ -1,19 +1,15 @@
-"""Hooks of gradients (`weight.register_hook`) in training: on every layout and in graphs as on one rank."""
+"""Hooks of gradients (`weight.register_hook`) in training: they change what is accumulated, in graphs too."""
 
 from __future__ import annotations
 
-import zlib
-from functools import partial
-
 import pytest
 import torch
+from gradient_hooks import factor_of, hook, hooked
 from marks import full
-from train_tools import EXPERTS
-from trainer_tools import BUCKETS, case, check_as_one_rank, checksums, make_groups, make_trainer, run
+from trainer_tools import make_groups, make_trainer, run
 
 from fastmp.config import GPTConfig, GraphConfig, MoEConfig, ParallelConfig
 from fastmp.config.precision import Fp8Recipe
-from fastmp.optim.named_params import named_parameters
 from fastmp.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,32 +27,6 @@ FP8 = {
 }
 
 
-def factor_of(name: str) -> float | None:
-    """The number that a parameter's hook multiplies gradients by; None: it has no hook."""
-    return (0.0, 0.5, -2.0, None)[zlib.crc32(name.encode()) % 4]
-
-
-def hook(trainer):
-    """Give three of four parameters a hook, which scales their gradients."""
-    handles = []
-    for name, param in named_parameters(trainer.runner.chunks):
-        if (factor := factor_of(name)) is not None:
-            handles.append(param.register_hook(partial(torch.mul, other=factor)))
-    assert handles
-    return handles
-
-
-def hooked(*arguments, **options):
-    trainer = make_trainer(*arguments, **options)
-    hook(trainer)
-    return trainer
-
-
-@pytest.fixture(scope="module")
-def one_rank():
-    return run(hooked())
-
-
 @pytest.mark.parametrize("options", [{}, FP8], ids=["plain", "fp8"])
 def test_hooks_change_what_is_accumulated(options):
     *_, plain = run(make_trainer(**options), 1)[:3]
@@ -67,36 +37,6 @@ def test_hooks_change_what_is_accumulated(options):
         factor = factor_of(name)
         expected = grad if factor is None else factor * grad
         torch.testing.assert_close(changed[name], expected, rtol=1e-10, atol=1e-12, msg=name)
-
-
-# Sizes, and if the exchanges of experts are overlapped.
-SPLIT = [({"pp": 2, "schedule": "zero_bubble"}, False), ({"tp": 2, "sequence_parallel": True}, False)]
-MORE = [({"pp": 2, "vpp": 2, "schedule": "dualpipe_v", "recompute": True}, False), ({"ep": 2}, True)]
-MOST = [
-    ({"pp": 2, "vpp": 2, "tp": 2, "sequence_parallel": True, "schedule": "dualpipe_v"}, False),
-    ({"pp": 2, "ep": 2, "schedule": "zero_bubble"}, False),
-]
-
-
-@pytest.mark.parametrize(
-    ("world", "layouts"),
-    [(1, [({"vpp": 2, "schedule": "dualpipe_v"}, False)]), (2, SPLIT), *full([(2, MORE), (4, MOST)])],
-    ids=str,
-)
-def test_every_layout_is_one_rank(one_rank, world, layouts):
-    def rank_main(rank, world_size):
-        made = []
-        for sizes, overlapped in layouts:
-            config, layout = case(EXPERTS, **sizes)
-            groups = make_groups(world_size, layout)
-            options = {"config": config, "optimizer": BUCKETS, "overlap_experts": overlapped}
-            trainer = hooked(groups, layout, **options)
-            made.append((*run(trainer), checksums(trainer)))
-        return made
-
-    results = [rank_main(0, 1)] if world == 1 else run_ranks(rank_main, world, timeout=120)
-    for number in range(len(layouts)):
-        check_as_one_rank([own[number] for own in results], one_rank)
 
 
 def steps_of(graphs, groups, sizes, **options):

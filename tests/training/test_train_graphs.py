@@ -1,4 +1,4 @@
-"""Training with graphs is training without, bit for bit: whole models, pipelines, and by the command."""
+"""Training with graphs: late parameters, captures that fail, models of one's own, and the command."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from graphed_trainers import CONFIG, DENSE, EXPERTS, ONE, make_graphed, run
-from marks import ON_GPUS, exhaustive, full
+from marks import exhaustive, full
 from torch import nn
 from train_tools import Samples
 from trainer_tools import make_groups
 
-import fastmp
 from fastmp.apps import train_main as main
 from fastmp.config import (
     GraphConfig,
@@ -27,7 +26,6 @@ from fastmp.config import (
 from fastmp.config.recipe import parse_arguments
 from fastmp.cuda_graphs.backends.recording import RecordedGraph, RecordingBackend
 from fastmp.cuda_graphs.manager import GraphManager
-from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.runtime import Runtime
 from fastmp.testing.parallel import late_gathers
 from fastmp.testing.ranks import run_ranks
@@ -39,32 +37,6 @@ from fastmp.training.trainer import Trainer
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ON = GraphConfig(enabled=True, verify_every=5)
-
-
-def compare(groups=ParallelGroups.alone(), layout=ONE, graphs=ON, **options):
-    graphed, manager = run(graphs, groups, layout, **options)
-    eager, none = run(None, groups, layout, **options)
-    assert none is None and manager.num_graphs == manager.plan.num_graphs
-    assert len(graphed) == len(eager) and all(map(torch.equal, graphed, eager))
-    return manager
-
-
-def test_a_whole_model():
-    assert compare().num_graphs == 2
-
-
-def pipelines_case(rank, world):
-    groups, device = make_groups(2, pp=2), fastmp.init().device
-    compare(groups, ParallelConfig(pp=2, vpp=2), device=device)
-    compare(groups, ParallelConfig(pp=2, schedule="zero_bubble"), device=device)
-    on_a_v = ParallelConfig(pp=2, vpp=2, schedule="dualpipe_v")
-    compare(groups, on_a_v, device=device)
-    compare(groups, on_a_v, replace(ON, scope=("full",)), device=device)
-
-
-@pytest.mark.parametrize("device", [*full(["cpu"]), ON_GPUS])
-def test_pipelines(device):
-    run_ranks(pipelines_case, 2, timeout=240, device=device)
 
 
 def late_case(rank, world, grid, layout):
@@ -182,51 +154,6 @@ def test_a_manager_of_ones_own_goes_on_eagerly():
 FULL = GraphConfig(enabled=True, scope=("full",), verify_every=8)
 
 
-def twenty_steps(*args, **options):
-    """Twenty steps of whole microbatches in graphs; how many graphs there are."""
-    return compare(*args, graphs=FULL, steps=20, **options).num_graphs
-
-
-WHOLE = [
-    (EXPERTS, ONE),
-    *full([(DENSE, ONE), (DENSE, ParallelConfig(recompute=True))]),
-]
-
-
-@pytest.mark.parametrize(("config", "layout"), WHOLE)
-def test_whole_microbatches(config, layout):
-    assert twenty_steps(config=config, layout=layout) == 2
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("config", "layout"), WHOLE)
-def test_whole_microbatches_on_a_gpu(config, layout):
-    assert twenty_steps(config=config, layout=layout, device="cuda") == 2
-
-
-def full_on_ranks(rank, world, grid, *cases):
-    groups = make_groups(world, **grid)
-    return [twenty_steps(groups, layout, config=config) for layout, config in cases]
-
-
-@pytest.mark.full
-def test_whole_microbatches_on_two_ranks():
-    sequence = ParallelConfig(tp=2, sequence_parallel=True)
-    assert run_ranks(full_on_ranks, 2, {"tp": 2}, (sequence, DENSE)) == [[2]] * 2
-    assert run_ranks(full_on_ranks, 2, {}, (ONE, EXPERTS)) == [[2]] * 2
-
-
-@pytest.mark.full
-def test_whole_chunks_of_pipelines():
-    """In four microbatches that overlap; on the last rank with the loss, whose backward is not split."""
-    interleaved = ParallelConfig(pp=2, vpp=2)
-    split = ParallelConfig(pp=2, schedule="zero_bubble")
-    uneven = ParallelConfig(pp=2, stage_layers=(2, 0))
-    cases = (interleaved, CONFIG), (split, DENSE), (uneven, EXPERTS)
-    first, last = run_ranks(full_on_ranks, 2, {"pp": 2}, *cases)
-    assert (first, last) == ([14, 3 * 2, 2 * 2], [14, 10, 2])
-
-
 class Odd:
     """Batches of whatever, and a loss of whatever, for a model without a chain of layers."""
 
@@ -276,18 +203,6 @@ def experts_on_ranks_case(rank, world):
 
 def test_experts_over_ranks_cannot_be_captured_whole():
     run_ranks(experts_on_ranks_case, 2)
-
-
-def shared_memory_case(rank, world):
-    groups = make_groups(2, ep=2)
-    config = replace(EXPERTS, moe=replace(EXPERTS.moe, dispatcher="symmetric"))
-    device = fastmp.init().device
-    return compare(groups, ParallelConfig(ep=2), FULL, config=config, device=device).num_graphs
-
-
-@pytest.mark.parametrize("device", [*full(["cpu"]), ON_GPUS])
-def test_but_they_can_where_ranks_share_memory(device):
-    assert run_ranks(shared_memory_case, 2, timeout=240, device=device) == [2, 2]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A GPT with experts in training: on every layout the losses, gradients, loads and biases of one rank."""
+"""A GPT with experts in training: loads, evaluation, resuming, and steps that never wait for the device."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from functools import partial
 
 import pytest
 import torch
+from feature_table import FEATURES, one_rank
 from marks import full
 from torch._subclasses.fake_tensor import FakeTensorMode
-from train_tools import SHARED_EXPERT, NoDeviceCopies, Samples, check_on_a_gpu
+from train_tools import NoDeviceCopies, Samples, check_on_a_gpu
 from trainer_tools import (
     MICRO_BATCH,
     OPTIMIZER,
     OnDevice,
-    check_replicas,
     check_resume,
-    checksums,
     make_groups,
     make_trainer,
-    run,
 )
 
 from fastmp.apps.generation.batched import generate
@@ -33,41 +31,18 @@ from fastmp.training.language import token_loss
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CONFIG = replace(SHARED_EXPERT, num_layers=2)
+SIZES = FEATURES["shared expert"].options
+CONFIG = SIZES["config"]
 MOE = CONFIG.moe
-SIZES = {"config": CONFIG, "global_batch_size": 2 * MICRO_BATCH}
-STEPS = 4
-# World size, tp, ep, etp, and what else
-LAYOUTS = [
-    (2, 2, 2, 1, {"sequence_parallel": True}),
-    (2, 2, 1, 2, {"recompute": True}),
-    (2, 1, 2, 1, {"dispatcher": "allgather"}),
-    *full(
-        [
-            (2, 2, 2, 1, {}),
-            (4, 2, 2, 1, {"sequence_parallel": True, "recompute": True}),
-            (4, 2, 2, 2, {"dispatcher": "allgather"}),
-            (4, 1, 2, 2, {}),
-            (4, 4, 4, 1, {}),
-            (8, 2, 2, 2, {"sequence_parallel": True}),
-            (8, 2, 8, 1, {}),
-        ]
-    ),
-]
 
 
-@pytest.fixture(scope="module")
-def one_rank():
-    return run(make_trainer(**SIZES), STEPS)
-
-
-def test_one_rank_balances_and_learns(one_rank):
-    curve, counts, grads, _, biases, _ = one_rank
+def test_one_rank_balances_and_learns():
+    curve, counts, grads, _, biases, _ = one_rank("shared expert")
     tokens = 2 * MICRO_BATCH * 16
     assert torch.tensor(counts).sum(-1).eq(MOE.top_k * tokens).all()
     assert curve[-1][0] < curve[0][0] and all(aux > 0 for _, _, aux, *_ in curve)
     assert len(biases) == 2 and all(
-        0.05 <= bias.abs().max() <= 0.05 * STEPS + 1e-6 for bias in biases.values()
+        0.05 <= bias.abs().max() <= 0.05 * len(curve) + 1e-6 for bias in biases.values()
     )
     experts = [name for name in grads if ".experts." in name]
     assert experts and all(grads[name].any() for name in experts)
@@ -93,30 +68,6 @@ def test_a_checkpoint_whose_router_had_no_gradient_opens_and_is_not_trained_on(t
     model = load_model(reader, described, ParallelGroups.alone())
     (row,) = generate(model, [[1, 2, 3]], max_new_tokens=4).rows
     assert len(row.ids) == 4
-
-
-@pytest.mark.parametrize(("world", "tp", "ep", "etp", "options"), LAYOUTS)
-def test_every_layout_is_one_rank(one_rank, world, tp, ep, etp, options):
-    """Losses, norm and every gradient to 1e-10, the same loads and biases, replicas bitwise equal."""
-    options = dict(options)
-    config = replace(CONFIG, moe=replace(MOE, dispatcher=options.pop("dispatcher", "alltoall")))
-    layout = ParallelConfig(tp=tp, ep=ep, etp=etp, **options)
-
-    def rank_main(rank, world_size):
-        trainer = make_trainer(make_groups(world_size, layout), layout, **{**SIZES, "config": config})
-        return *run(trainer, STEPS), checksums(trainer)
-
-    curve, counts, grads, params, biases, _ = one_rank
-    results = run_ranks(rank_main, world)
-    check_replicas(bits for *_, bits in results)
-    for mine, my_counts, my_grads, my_params, my_biases, *_ in results:
-        assert mine == results[0][0], "bits differ between ranks"
-        torch.testing.assert_close(torch.tensor(mine), torch.tensor(curve), rtol=0, atol=1e-10)
-        assert my_counts == counts
-        assert all(torch.equal(my_biases[name], biases[name]) for name in biases)
-        for name in grads:
-            torch.testing.assert_close(my_grads[name], grads[name], rtol=0, atol=1e-10, msg=name)
-            torch.testing.assert_close(my_params[name], params[name], rtol=0, atol=1e-9, msg=name)
 
 
 @pytest.mark.parametrize(("world", "tp", "ep"), [(2, 1, 2), *full([(4, 2, 2), (4, 1, 2)])])
