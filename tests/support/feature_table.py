@@ -14,11 +14,20 @@ from typing import Any
 import expert_stand_in
 import pytest
 import torch
-from bert_samples import PRE, BertSamples
-from gradient_hooks import hooked
 from rank_cases import in_turn
-from train_tools import DENSE, EXPERTS, SHARED_EXPERT, PackedSamples
-from trainer_tools import BUCKETS, MICRO_BATCH, check_replicas, checksums, make_groups, make_trainer, run
+from train_tools import DENSE, EXPERTS, PRE, SHARED_EXPERT, BertSamples, PackedSamples
+from trainer_tools import (
+    BUCKETS,
+    MICRO_BATCH,
+    OPTIMIZER,
+    check_replicas,
+    check_resume,
+    checksums,
+    hooked,
+    make_groups,
+    make_trainer,
+    run,
+)
 
 from fastmp.config import BertConfig, GPTConfig, LatentConfig, MoEConfig, ParallelConfig, RopeScaling
 from fastmp.config.precision import Fp8Recipe
@@ -34,6 +43,8 @@ FP8_MODEL = GPTConfig(
     dense_layers=(0,),
     moe=MoEConfig(num_experts=4, expert_ffn_hidden_size=64, shared_expert_ffn_hidden_size=64),
 )
+FP8_GATHERED = replace(FP8_MODEL, num_layers=2, ffn_hidden_size=192)
+RAGGED = replace(OPTIMIZER, bucket_size=6000, bucket_unit=100)  # shards that begin and end in FP8 tiles
 LATENT_ATTENTION = LatentConfig(kv_rank=32, q_rank=48, nope_size=16, rope_size=8, value_size=16)
 LATENT = GPTConfig(
     **{"num_layers": 4, "hidden_size": 64, "num_heads": 4, "vocab_size": 131, "max_seq_len": 16},
@@ -73,6 +84,7 @@ MTP = GPTConfig(
 TIED_MTP = replace(MTP, mtp_depth=2, tie_embeddings=True)
 DENSE_MTP = replace(TIED_MTP, moe=None, dense_layers=())
 SHARED = replace(SHARED_EXPERT, num_layers=2)
+DROPOUT = replace(SHARED, dropout=0.1, attention_dropout=0.1, moe=replace(SHARED.moe, jitter=0.1))
 LLAMA = replace(DENSE, position="rope", norm="rmsnorm", tie_embeddings=False, num_kv_heads=2)
 # A load-balancing loss is one of all tokens together: without it, experts see documents one by one as well.
 MOE = replace(EXPERTS, position="rope", moe=replace(EXPERTS.moe, aux_loss=0.0))
@@ -117,6 +129,8 @@ FEATURES = {
     "experts": Feature({"config": EXPERTS}, {"optimizer": BUCKETS}, steps=3),
     "shared expert": Feature(of(SHARED), steps=4, tolerance=1e-9),
     "shared expert, allgather": Feature(of(SHARED), ALL_GATHER, steps=4, tolerance=1e-9),
+    "dropout": Feature(of(DROPOUT, dtype=torch.float32)),
+    "dropout, bfloat16": Feature(of(DROPOUT, dtype=torch.bfloat16)),
     "stand-in": Feature({"clip": 1.0}, {"buckets": 100}, expert_stand_in.make_trainer, steps=4),
     "bert": Feature({"config": PRE, "samples": BertSamples}, steps=5),
     "bert, post": Feature({"config": POST, "samples": BertSamples}, steps=5),
@@ -127,6 +141,7 @@ FEATURES = {
     "documents, sinks": packed(SINKS),
     "documents, mtp": packed(MTP),
     "fp8": Feature(of(FP8_MODEL, fp8=FP8)),
+    "fp8, gathered": Feature(of(FP8_GATHERED, fp8=FP8, dtype=torch.bfloat16, optimizer=RAGGED)),
     "fp8, muon": Feature(
         of(FP8_MODEL, fp8=FP8, optimizer=replace(MUON, bucket_size=10**6)), steps=3, tolerance=1e-9
     ),
@@ -209,6 +224,13 @@ def check_ranks(name, ranks):
     _, _, grads, params, biases, _ = one_rank(name)
     assert set.union(*names) == {*grads, *params, *biases}
     check_replicas(bits)
+
+
+def resume(rank, world, name, text, folder):
+    """Check that a run which resumes continues bitwise; return the names of the saved tensors."""
+    feature, (_, layout) = FEATURES[name], layout_of(text)
+    options = feature.options | {"run_dir": str(folder / f"{name}, {text}")}
+    return list(check_resume(partial(feature.make, make_groups(world, layout), layout, **options)))
 
 
 def batches(test_set: str, cases: Sequence[tuple], marks: Sequence[Any] = ()) -> list[Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastmp.config import GPTConfig, MoEConfig, TrainConfig
+from fastmp.config import BertConfig, GPTConfig, MoEConfig, TrainConfig
 from fastmp.distributed.collectives import all_gather_
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Documents, Placement
@@ -107,6 +107,15 @@ SHARED_EXPERT = replace(
 )
 
 
+PRE = GPTConfig(
+    **{"num_layers": 4, "hidden_size": 32, "num_heads": 4, "vocab_size": 131, "max_seq_len": 16},
+    init_std=0.1,
+    activation="gelu",
+    bert=BertConfig(),
+)
+MAX_MASKED = 5  # of a sample of `BertSamples`
+
+
 def saved_tensors(trainer):
     """All that a checkpoint holds of this rank's model and optimizer."""
     trainer.optimizer.gather.wait()
@@ -174,6 +183,28 @@ class PackedSamples(Samples):
         positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
         documents = Documents.from_position_ids(positions, max_documents=self.max_documents)
         return {**super().samples(first), "documents": documents}
+
+
+class BertSamples(Samples):
+    """Rows of 16 tokens, of several lengths, each a function of its number; up to MAX_MASKED are masked."""
+
+    def sample(self, number):
+        generator = torch.Generator().manual_seed(number)
+        length, places = 16 - number % 3 * 4, torch.arange(16)
+        tokens = torch.randint(3, 131, (16,), generator=generator)
+        masked = torch.zeros(16, dtype=torch.bool)
+        masked[torch.randperm(length, generator=generator)[: 2 + number % 4]] = True
+        return {
+            "tokens": tokens.masked_fill(masked, 1).masked_fill(places >= length, 0),
+            "targets": tokens.masked_fill(~masked, -100),
+            "token_types": (places >= length // 2).long(),
+            "padding_mask": places >= length,
+            "sentence_order": torch.tensor(number % 2),
+        }
+
+    def samples(self, first):
+        rows = [self.sample(first + i) for i in range(self.micro_batch_size)]
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 class NoDeviceCopies(TorchDispatchMode):

@@ -8,7 +8,6 @@ from functools import partial
 import deep_ep_stand_in
 import pytest
 import torch
-from bert_samples import MAX_MASKED, PRE, BertSamples
 from feature_table import (
     DENSE,
     EXPERTS,
@@ -32,7 +31,7 @@ from graphed_trainers import CONFIG, run
 from graphed_trainers import DENSE as SMALL_DENSE
 from graphed_trainers import EXPERTS as SMALL_EXPERTS
 from marks import ON_GPUS
-from train_tools import PackedSamples, Samples
+from train_tools import MAX_MASKED, PRE, BertSamples, PackedSamples, Samples
 from trainer_tools import OPTIMIZER, make_groups
 
 import fastmp
@@ -258,10 +257,10 @@ def changed(options, how):
         changes["graphs"] = GraphConfig(enabled=True, warmup=1, scope=SCOPES[words[0]], verify_every=verify)
     if "replicated optimizer" in words:
         changes["optimizer"] = replace(options["optimizer"], shard=False)
+    if "no stash" in words:  # before symmetric memory, in which biases of experts go with none
+        config = with_moe(config, activation_stash=0.0)
     if "symmetric" in words:
         config = with_moe(config, dispatcher="symmetric")
-    if "no stash" in words:
-        config = with_moe(config, activation_stash=0.0)
     return options | changes | {"config": config}
 
 

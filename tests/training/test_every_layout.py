@@ -1,9 +1,22 @@
-"""Every feature trains on every parallel layout as on one rank: curve, gradients, parameters, evaluation."""
+"""Every feature trains on every parallel layout as on one rank, and continues bitwise when it resumes."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
-from feature_table import batches, check_each, check_ranks, one_rank, results_of, train_as_one_rank
+from feature_table import (
+    batches,
+    check_each,
+    check_ranks,
+    layout_of,
+    one_rank,
+    results_of,
+    resume,
+    train_as_one_rank,
+)
+
+from fastmp.training.checkpoint.format import read_manifest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -99,3 +112,38 @@ def test_every_layout_is_one_rank(world, cases):
         one_rank(name)  # before ranks are forked, which share it
     results = results_of(train_as_one_rank, world, cases)
     check_each(cases, results, lambda case, ranks: check_ranks(case[0], ranks))
+
+
+RESUMED = {
+    "stand-in": "2 tp=2 ep=2 etp=1",
+    "dropout": "2 tp=2 ep=2 etp=1",
+    "mtp": "1",
+    "fp8, gathered": "2",
+}
+RESUMED_FULL = {
+    "stand-in": "2 ep=2 etp=1; 4 tp=2 ep=2 etp=1; 4 tp=2 etp=2; 4 ep=2 etp=2",
+    "dropout, bfloat16": "1; 4 tp=2 ep=2 etp=1",
+}
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [*batches("quick", cases_of(RESUMED)), *batches("full", cases_of(RESUMED_FULL))],
+)
+def test_resume_is_bitwise(tmp_path, world, cases):
+    """Also with dropout and jitter; each shard is saved once, and with it biases and further modules."""
+
+    def check(case, ranks):
+        (name, text), (names, *_) = case, ranks
+        if name.startswith("dropout"):
+            assert sum(each.endswith("expert_bias") for each in names) == 2
+        if name == "mtp":
+            assert any("mtp.0.layers.3.moe.experts.fc1" in each for each in names)
+        if name == "stand-in":
+            _, layout = layout_of(text)
+            (path,) = (tmp_path / f"{name}, {text}" / "gpt" / "checkpoints").glob("step-*")
+            tensors = read_manifest(path).tensors
+            assert len(tensors["model/experts.up"].shards) == layout.ep * (layout.etp or layout.tp)
+            assert len(tensors["model/up.weight"].shards) == layout.tp
+
+    check_each(cases, results_of(partial(resume, folder=tmp_path), world, cases), check)

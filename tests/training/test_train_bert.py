@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bert_samples import PRE, BertSamples
-from train_tools import arguments
+from train_tools import PRE, BertSamples, arguments
 
 from fastmp.apps.generation.trained_models import load_model
 from fastmp.apps.train import main

@@ -13,11 +13,10 @@ from expert_stand_in import GLOBAL_BATCH, E, loss_fn, make_trainer, stats_loss_f
 from feature_table import one_rank
 from marks import full
 from train_tools import saved_tensors
-from trainer_tools import check_resume, make_groups
+from trainer_tools import make_groups
 
 from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
-from fastmp.training.checkpoint.format import read_manifest
 from fastmp.training.metrics import RunInfo, TrainLog, read_metrics
 from fastmp.training.plot import plot_loads
 
@@ -108,24 +107,6 @@ def test_one_value_that_is_not_finite_skips_the_step_everywhere(name):
 
     results = run_ranks(rank_main, 4)
     assert results == [results[0]] * 4 and results[0][0] == 4 and math.isfinite(results[0][1])
-
-
-@pytest.mark.parametrize(
-    ("world", "tp", "ep", "etp"),
-    [(2, 2, 2, 1), *full([(2, 1, 2, 1), (4, 2, 2, 1), (4, 2, 1, 2), (4, 1, 2, 2)])],
-)
-def test_resume_is_bitwise(tmp_path, world, tp, ep, etp):
-    """Each shard is saved once."""
-
-    def rank_main(rank, world_size):
-        groups = make_groups(world_size, tp=tp, ep=ep, etp=etp)
-        check_resume(partial(make_trainer, groups, run_dir=str(tmp_path)))
-
-    run_ranks(rank_main, world)
-    (path,) = (tmp_path / "gpt" / "checkpoints").glob("step-*")
-    tensors = read_manifest(path).tensors
-    assert len(tensors["model/experts.up"].shards) == ep * etp, "saved by one replica"
-    assert len(tensors["model/up.weight"].shards) == tp
 
 
 def test_auxiliary_losses_are_reported_apart():

@@ -8,13 +8,13 @@ from unittest import mock
 
 import pytest
 import torch
+from feature_table import FP8, FP8_GATHERED, RAGGED, batches, check_each, layout_of, results_of
 from graphed_trainers import CONFIG as GRAPHED
 from marks import full
 from train_tools import Samples
-from trainer_tools import MICRO_BATCH, OPTIMIZER, check_resume, make_groups, make_trainer
+from trainer_tools import MICRO_BATCH, make_groups, make_trainer
 
-from fastmp.config import CheckpointConfig, GPTConfig, GraphConfig, MoEConfig, ParallelConfig
-from fastmp.config.precision import Fp8Recipe
+from fastmp.config import CheckpointConfig, GraphConfig, ParallelConfig
 from fastmp.cuda_graphs.function_graph import FunctionGraph
 from fastmp.optim.flat_layout import Buffer
 from fastmp.tensor_parallel import fp8_linear
@@ -25,21 +25,9 @@ from fastmp.training.replicas import ReplicaError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-FP8 = Fp8Recipe(32)
-CONFIG = GPTConfig(
-    **{"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 131, "max_seq_len": 16},
-    init_std=0.1,
-    activation="swiglu",
-    ffn_hidden_size=192,
-    dense_layers=(0,),
-    moe=MoEConfig(num_experts=4, expert_ffn_hidden_size=64, shared_expert_ffn_hidden_size=64),
-)
-SIZES = {"config": CONFIG, "global_batch_size": 2 * MICRO_BATCH, "fp8": FP8}
-BUCKETS = replace(OPTIMIZER, bucket_size=6000, bucket_unit=100)  # ragged shards
-LATER = replace(BUCKETS, overlap=False)
-SMALL = replace(BUCKETS, states="small", grad_dtype="bfloat16")
-
-
+SIZES = {"config": FP8_GATHERED, "global_batch_size": 2 * MICRO_BATCH, "fp8": FP8}
+LATER = replace(RAGGED, overlap=False)
+SMALL = replace(RAGGED, states="small", grad_dtype="bfloat16")
 ONE = ParallelConfig()
 
 
@@ -48,7 +36,7 @@ def gathered_in_dtype():
     return mock.patch.object(Buffer, "gathers_fp8", property(lambda self: False))
 
 
-def numbers(trainer, steps=4):
+def numbers(trainer, steps):
     """All numbers of some steps and of an evaluation among them, and this rank's master weights."""
     seen = []
     for step in range(steps):
@@ -61,15 +49,15 @@ def numbers(trainer, steps=4):
     return [*seen, *(trainer.optimizer.master(name).detach().clone() for name in names)]
 
 
-def check_same(rank, world, sizes, options, steps=4):
-    """Train both ways; return True if weights were gathered in FP8, and by what graphs steps ran."""
-    layout = ParallelConfig(**sizes)
+def check_same(rank, world, options, text):
+    """Train both ways; return the names of the weights that were gathered in FP8."""
+    _, layout = layout_of(text)
     groups = make_groups(world, layout)
     found = []
     for gathers in (gathered_in_dtype(), nullcontext()):
         with gathers:
-            trainer = make_trainer(groups, layout, **SIZES | {"optimizer": BUCKETS} | options)
-            found.append(numbers(trainer, steps))
+            trainer = make_trainer(groups, layout, **SIZES | {"optimizer": RAGGED} | options)
+            found.append(numbers(trainer, steps=6 if trainer.graphs else 4))
     expected, mine = found
     assert len(expected) == len(mine)
     for each, other in zip(expected, mine, strict=True):
@@ -81,48 +69,54 @@ def check_same(rank, world, sizes, options, steps=4):
 
 
 BFLOAT16, FLOAT32 = {"dtype": torch.bfloat16}, {"dtype": torch.float32}
-CASES = {
-    "dp 2": (2, {}, BFLOAT16),
-    "dp 2, no overlap": (2, {}, BFLOAT16 | {"optimizer": LATER}),
-    "dp 4, float32": (4, {}, FLOAT32),
-    "dp 4, no overlap": (4, {}, BFLOAT16 | {"optimizer": LATER}),
-    "small states": (2, {}, BFLOAT16 | {"optimizer": SMALL}),
-    "edp 2": (4, {"ep": 2}, BFLOAT16),
-    "tp, recompute": (4, {"tp": 2, "sequence_parallel": True, "recompute": True}, BFLOAT16),
-    "zero bubble": (4, {"pp": 2, "schedule": "zero_bubble"}, FLOAT32),
-    "cp": (2, {"cp": 2}, BFLOAT16),
-    "overlapped exchanges": (4, {"ep": 2}, BFLOAT16 | {"overlap_experts": True}),
-    "muon": (2, {}, FLOAT32 | {"optimizer": replace(BUCKETS, name="muon")}),
-}
-QUICK = ("dp 2, no overlap", "edp 2", "muon")
-
-
-@pytest.mark.parametrize("name", [*QUICK, *full([name for name in CASES if name not in QUICK])])
-def test_training_is_bitwise_that_of_weights_in_their_dtype(name):
-    for gathered in run_ranks(check_same, *CASES[name], timeout=120):
-        assert bool(gathered) == (name != "muon"), "Muon's matrices are gathered in their dtype"
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_no_copy_is_used_before_it_is_there(overlap):
-    @late_gathers()
-    def late(rank, world):
-        return check_same(rank, world, {}, BFLOAT16 | {"optimizer": replace(BUCKETS, overlap=overlap)}, 3)
-
-    assert all(run_ranks(late, 2))
-
-
 LAYERS = GraphConfig(enabled=True, warmup=1)
 GRAPHS = {"layers": LAYERS, **{scope: replace(LAYERS, scope=(scope,)) for scope in ("full", "full_step")}}
 MOE = replace(GRAPHED.moe, expert_ffn_hidden_size=32, dispatcher="symmetric", activation_stash=0.0)
 IN_GRAPHS = replace(GRAPHED, hidden_size=32, num_heads=2, moe=MOE, num_layers=2)
 
 
-@pytest.mark.parametrize("scope", ["layers", *full(["full_step", "full"])])
-def test_graphs_gather_in_fp8(scope):
+def graphed(scope):
     options = {"config": IN_GRAPHS, "data": Samples(4), "optimizer": None, "graphs": GRAPHS[scope]}
-    options |= FLOAT32 | {"global_batch_size": 32}
-    assert all(run_ranks(check_same, 2, {"ep": 2}, options, 6, timeout=120))
+    return options | FLOAT32 | {"global_batch_size": 32}
+
+
+QUICK = [
+    (BFLOAT16 | {"optimizer": LATER}, "2"),
+    (BFLOAT16, "4 ep=2"),
+    (FLOAT32 | {"optimizer": replace(RAGGED, name="muon")}, "2"),
+    (graphed("layers"), "2 ep=2"),
+]
+FULL = [
+    (BFLOAT16, "2"),
+    (FLOAT32, "4"),
+    (BFLOAT16 | {"optimizer": LATER}, "4"),
+    (BFLOAT16 | {"optimizer": SMALL}, "2"),
+    (BFLOAT16, "4 tp=2 sp recompute"),
+    (FLOAT32, "4 pp=2 schedule=zero_bubble"),
+    (BFLOAT16, "2 cp=2"),
+    (BFLOAT16 | {"overlap_experts": True}, "4 ep=2"),
+    *((graphed(scope), "2 ep=2") for scope in ("full_step", "full")),
+]
+
+
+def check_gathered(case, ranks):
+    """Muon's matrices are gathered in their dtype."""
+    optimizer = case[0].get("optimizer") or RAGGED
+    assert all(bool(gathered) == (optimizer.name != "muon") for gathered in ranks)
+
+
+@pytest.mark.parametrize(("world", "cases"), [*batches("quick", QUICK), *batches("full", FULL)])
+def test_training_is_bitwise_that_of_weights_in_their_dtype(world, cases):
+    check_each(cases, results_of(check_same, world, cases), check_gathered)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_no_copy_is_used_before_it_is_there(overlap):
+    @late_gathers()
+    def late(rank, world):
+        return check_same(rank, world, BFLOAT16 | {"optimizer": replace(RAGGED, overlap=overlap)}, "2")
+
+    assert all(run_ranks(late, 2))
 
 
 def test_weights_changed_between_graphed_steps_are_quantised():
@@ -156,7 +150,7 @@ def test_weights_changed_between_graphed_steps_are_quantised():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *full([torch.float32])])
 def test_checkpoints_hold_the_numbers_of_owners(dtype, tmp_path):
     """Saved in FP8: what a run saves that gathers in its dtype. It resumes on any ranks, in any precision."""
-    options = SIZES | {"dtype": dtype, "checkpoint": CheckpointConfig(), "optimizer": BUCKETS}
+    options = SIZES | {"dtype": dtype, "checkpoint": CheckpointConfig(), "optimizer": RAGGED}
 
     def save(rank, world):
         groups, saved = make_groups(world, ONE), []
@@ -190,19 +184,6 @@ def test_checkpoints_hold_the_numbers_of_owners(dtype, tmp_path):
     for world in (1, 2):
         for of_dtype, exact, of_fp8, also_exact in run_ranks(resume, world, timeout=120):
             assert of_dtype == of_fp8 != exact == also_exact
-
-
-def test_resume_continues_bitwise(tmp_path):
-    def rank_main(rank, world):
-        def make(seed=11):
-            run_dir = str(tmp_path / "run")
-            made = SIZES | BFLOAT16 | {"checkpoint": CheckpointConfig(), "optimizer": BUCKETS}
-            return make_trainer(make_groups(world, ONE), seed=seed, run_dir=run_dir, **made)
-
-        check_resume(make, steps=4)
-        return True
-
-    assert all(run_ranks(rank_main, 2, timeout=120))
 
 
 def test_a_replica_with_another_copy_is_found():

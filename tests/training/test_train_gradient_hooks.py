@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradient_hooks import factor_of, hook, hooked
+from feature_table import FP8, FP8_GATHERED
 from marks import full
-from trainer_tools import make_groups, make_trainer, run
+from trainer_tools import factor_of, hook, hooked, make_groups, make_trainer, run
 
-from fastmp.config import GPTConfig, GraphConfig, MoEConfig, ParallelConfig
-from fastmp.config.precision import Fp8Recipe
+from fastmp.config import GraphConfig, ParallelConfig
 from fastmp.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ON = GraphConfig(enabled=True, warmup=1)
-FP8 = {
-    "fp8": Fp8Recipe(32),
-    "config": GPTConfig(
-        **{"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 131, "max_seq_len": 16},
-        activation="swiglu",
-        ffn_hidden_size=192,
-        dense_layers=(0,),
-        moe=MoEConfig(num_experts=4, expert_ffn_hidden_size=64, shared_expert_ffn_hidden_size=64),
-    ),
-}
+IN_FP8 = {"fp8": FP8, "config": FP8_GATHERED}
 
 
-@pytest.mark.parametrize("options", [{}, FP8], ids=["plain", "fp8"])
+@pytest.mark.parametrize("options", [{}, IN_FP8], ids=["plain", "fp8"])
 def test_hooks_change_what_is_accumulated(options):
     *_, plain = run(make_trainer(**options), 1)[:3]
     *_, changed = run(hooked(**options), 1)[:3]
@@ -58,7 +48,7 @@ GRAPHED = [
     (1, {}, {}),
     *full(
         [
-            (1, {}, FP8),
+            (1, {}, IN_FP8),
             (1, {"vpp": 2, "schedule": "dualpipe_v"}, {}),
             (2, {"pp": 2, "schedule": "zero_bubble"}, {}),
             (2, {"ep": 2}, {"overlap_experts": True}),

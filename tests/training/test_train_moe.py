@@ -1,13 +1,12 @@
-"""A GPT with experts in training: loads, evaluation, resuming, and steps that never wait for the device."""
+"""A GPT with experts in training: loads, evaluation, and steps that never wait for the device."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
-from feature_table import FEATURES, one_rank
+from feature_table import DROPOUT, FEATURES, one_rank
 from marks import full
 from torch._subclasses.fake_tensor import FakeTensorMode
 from train_tools import NoDeviceCopies, Samples, check_on_a_gpu
@@ -15,7 +14,6 @@ from trainer_tools import (
     MICRO_BATCH,
     OPTIMIZER,
     OnDevice,
-    check_resume,
     make_groups,
     make_trainer,
 )
@@ -92,28 +90,6 @@ def test_moments_of_loads_are_those_of_microbatches(world, tp, ep):
     torch.testing.assert_close(sums / numbers, tokens / tokens.mean() - 1, rtol=0, atol=1e-12)
     variance = squares / numbers - (sums / numbers).square()
     assert (variance > 0).all() and (variance < 0.1).all()
-
-
-DROPOUT = replace(CONFIG, dropout=0.1, attention_dropout=0.1, moe=replace(MOE, jitter=0.1))
-
-
-@pytest.mark.parametrize(
-    ("world", "layout", "dtype"),
-    [
-        (2, ParallelConfig(tp=2, ep=2, etp=1), torch.float32),
-        *full([(1, None, torch.bfloat16), (4, ParallelConfig(tp=2, ep=2, etp=1), torch.bfloat16)]),
-    ],
-)
-def test_resume_is_bitwise(tmp_path, world, layout, dtype):
-    """With dropout and jitter."""
-
-    def rank_main(rank, world_size):
-        options = {**SIZES, "config": DROPOUT, "dtype": dtype, "run_dir": str(tmp_path)}
-        groups = make_groups(world_size, layout)
-        tensors = check_resume(partial(make_trainer, groups, layout, **options))
-        assert sum(name.endswith("expert_bias") for name in tensors) == 2
-
-    run_ranks(rank_main, world) if world > 1 else rank_main(0, 1)
 
 
 def test_evaluation_counts_the_cross_entropy_alone_on_every_rank():
