@@ -31,7 +31,7 @@ from trainer_tools import (
 
 from fastmp.config import BertConfig, GPTConfig, LatentConfig, MoEConfig, ParallelConfig, RopeScaling
 from fastmp.config.precision import Fp8Recipe
-from fastmp.testing.ranks import RankError, run_ranks
+from fastmp.testing.ranks import run_ranks
 
 MUON = replace(BUCKETS, name="muon")
 FP8 = Fp8Recipe(32)  # whose blocks divide small models
@@ -127,8 +127,8 @@ ALL_GATHER = {"config": with_moe(SHARED, dispatcher="allgather")}
 FEATURES = {
     "dense": Feature({"config": DENSE}, {"optimizer": BUCKETS}, steps=3),
     "experts": Feature({"config": EXPERTS}, {"optimizer": BUCKETS}, steps=3),
-    "shared expert": Feature(of(SHARED), steps=4, tolerance=1e-9),
-    "shared expert, allgather": Feature(of(SHARED), ALL_GATHER, steps=4, tolerance=1e-9),
+    "shared expert": Feature(of(SHARED), steps=4),
+    "shared expert, allgather": Feature(of(SHARED), ALL_GATHER, steps=4),
     "dropout": Feature(of(DROPOUT, dtype=torch.float32)),
     "dropout, bfloat16": Feature(of(DROPOUT, dtype=torch.bfloat16)),
     "stand-in": Feature({"clip": 1.0}, {"buckets": 100}, expert_stand_in.make_trainer, steps=4),
@@ -252,12 +252,13 @@ def batches(test_set: str, cases: Sequence[tuple], marks: Sequence[Any] = ()) ->
 def results_of(check: Callable[..., Any], world: int, cases: Sequence[tuple], **options) -> list[Any]:
     """Return for each case the list of what `check(rank, world, *case)` returns on its ranks, or an error.
 
-    One group of ranks runs all cases. If one raises, which ends the group, each case gets a group.
+    One group of ranks runs all cases. If one raises or hangs, which ends the group, each case gets a group;
+    the time limit of the first group leaves time for that within pytest's.
     """
     try:
         if world == 1:
             return [[result] for result in in_turn(0, 1, check, cases)]
-        return list(zip(*run_ranks(in_turn, world, check, cases, timeout=280, **options)))
+        return list(zip(*run_ranks(in_turn, world, check, cases, timeout=30 + 10 * len(cases), **options)))
     except Exception as error:
         if len(cases) == 1:
             return [error]
@@ -272,6 +273,6 @@ def check_each(cases, results, check):
             if isinstance(ranks, Exception):
                 raise ranks
             check(case, ranks)
-        except (AssertionError, RankError) as error:
+        except Exception as error:
             failures.append(f"{', '.join(map(str, case))}: {error}")
     assert not failures, f"{len(failures)} of {len(cases)} cases fail\n" + "\n".join(failures)
