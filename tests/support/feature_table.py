@@ -119,27 +119,23 @@ def of(config, **options):
     return {"config": config, "global_batch_size": 2 * MICRO_BATCH, **options}
 
 
-def packed(config):
-    return Feature({"config": config, "samples": PackedSamples})
-
-
 ALL_GATHER = {"config": with_moe(SHARED, dispatcher="allgather")}
 FEATURES = {
     "dense": Feature({"config": DENSE}, {"optimizer": BUCKETS}, steps=3),
     "experts": Feature({"config": EXPERTS}, {"optimizer": BUCKETS}, steps=3),
-    "shared expert": Feature(of(SHARED), steps=4),
-    "shared expert, allgather": Feature(of(SHARED), ALL_GATHER, steps=4),
+    "shared expert": Feature(of(SHARED), steps=3),
+    "shared expert, allgather": Feature(of(SHARED), ALL_GATHER, steps=3),
     "dropout": Feature(of(DROPOUT, dtype=torch.float32)),
     "dropout, bfloat16": Feature(of(DROPOUT, dtype=torch.bfloat16)),
-    "stand-in": Feature({"clip": 1.0}, {"buckets": 100}, expert_stand_in.make_trainer, steps=4),
-    "bert": Feature({"config": PRE, "samples": BertSamples}, steps=5),
-    "bert, post": Feature({"config": POST, "samples": BertSamples}, steps=5),
-    "documents, dense": packed(DENSE),
-    "documents, llama": packed(LLAMA),
-    "documents, moe": packed(MOE),
-    "documents, latent": packed(LATENT),
-    "documents, sinks": packed(SINKS),
-    "documents, mtp": packed(MTP),
+    "stand-in": Feature({"clip": 1.0}, {"buckets": 100}, expert_stand_in.make_trainer, steps=3),
+    "bert": Feature({"config": PRE, "samples": BertSamples}, steps=3),
+    "bert, post": Feature({"config": POST, "samples": BertSamples}, steps=3),
+    "documents, dense": Feature({"config": DENSE, "samples": PackedSamples}),
+    "documents, llama": Feature({"config": LLAMA, "samples": PackedSamples}),
+    "documents, moe": Feature({"config": MOE, "samples": PackedSamples}),
+    "documents, latent": Feature(of(LATENT, samples=PackedSamples)),
+    "documents, sinks": Feature(of(SINKS, samples=PackedSamples)),
+    "documents, mtp": Feature(of(MTP, samples=PackedSamples)),
     "fp8": Feature(of(FP8_MODEL, fp8=FP8)),
     "fp8, gathered": Feature(of(FP8_GATHERED, fp8=FP8, dtype=torch.bfloat16, optimizer=RAGGED)),
     "fp8, muon": Feature(
@@ -152,12 +148,10 @@ FEATURES = {
     "mtp": Feature(of(MTP), trains=("mtp.0",)),
     "mtp, tied": Feature(of(TIED_MTP), trains=("mtp.0", "mtp.1")),
     "mtp, dense": Feature(of(DENSE_MTP), trains=("mtp.0", "mtp.1")),
-    "muon": Feature({"config": EXPERTS, "optimizer": MUON}, steps=3, tolerance=1e-8),
-    "muon, dense": Feature({"config": DENSE, "optimizer": MUON}, steps=3, tolerance=1e-8),
-    "hooks": Feature({"config": EXPERTS}, {"optimizer": BUCKETS}, hooked, steps=3),
-    "hooks, overlap": Feature(
-        {"config": EXPERTS}, {"optimizer": BUCKETS, "overlap_experts": True}, hooked, steps=3
-    ),
+    "muon": Feature({"config": EXPERTS, "optimizer": MUON}, tolerance=1e-8),
+    "muon, dense": Feature({"config": DENSE, "optimizer": MUON}, tolerance=1e-8),
+    "hooks": Feature({"config": EXPERTS}, {"optimizer": BUCKETS}, hooked),
+    "hooks, overlap": Feature({"config": EXPERTS}, {"optimizer": BUCKETS, "overlap_experts": True}, hooked),
 }
 
 
@@ -188,10 +182,20 @@ def layout_of(text: str) -> tuple[int, ParallelConfig]:
     return int(world), ParallelConfig(**sizes)
 
 
+@cache
+def groups_of(world, tp, cp, pp, ep, etp):
+    return make_groups(world, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+
+
+def groups_on(text):
+    """Return the sizes of a layout and its groups, which its cases in the same ranks share."""
+    world, layout = layout_of(text)
+    return layout, groups_of(world, *(getattr(layout, axis) for axis in ("tp", "cp", "pp", "ep", "etp")))
+
+
 def train_as_one_rank(rank, world, name, text):
     """Train a feature on a layout; return the first difference from one rank, and what ranks compare."""
-    feature, (_, layout) = FEATURES[name], layout_of(text)
-    groups = make_groups(world, layout)
+    feature, (layout, groups) = FEATURES[name], groups_on(text)
     trainer = feature.make(groups, layout, **feature.options | feature.on_ranks)
     curve, counts, grads, params, biases, evaluation = found = run(trainer, feature.steps)
     difference = ""
@@ -228,9 +232,9 @@ def check_ranks(name, ranks):
 
 def resume(rank, world, name, text, folder):
     """Check that a run which resumes continues bitwise; return the names of the saved tensors."""
-    feature, (_, layout) = FEATURES[name], layout_of(text)
+    feature, (layout, groups) = FEATURES[name], groups_on(text)
     options = feature.options | {"run_dir": str(folder / f"{name}, {text}")}
-    return list(check_resume(partial(feature.make, make_groups(world, layout), layout, **options)))
+    return list(check_resume(partial(feature.make, groups, layout, **options), steps=4))
 
 
 def batches(test_set: str, cases: Sequence[tuple], marks: Sequence[Any] = ()) -> list[Any]:

@@ -22,6 +22,7 @@ from feature_table import (
     SINKS,
     batches,
     check_each,
+    groups_on,
     layout_of,
     of,
     results_of,
@@ -32,7 +33,7 @@ from graphed_trainers import DENSE as SMALL_DENSE
 from graphed_trainers import EXPERTS as SMALL_EXPERTS
 from marks import ON_GPUS
 from train_tools import MAX_MASKED, PRE, BertSamples, PackedSamples, Samples
-from trainer_tools import OPTIMIZER, make_groups
+from trainer_tools import OPTIMIZER
 
 import fastmp
 from fastmp.config import GraphConfig, OptimizerConfig
@@ -47,7 +48,7 @@ SMALL_FP8 = with_moe(replace(CONFIG, hidden_size=32, num_heads=2, num_layers=2),
 
 
 def small(config, **options):
-    return {"config": config, "optimizer": BUCKETS, "steps": 12, **options}
+    return {"config": config, "optimizer": BUCKETS, "steps": 8, **options}
 
 
 def documents(config):
@@ -146,7 +147,7 @@ QUICK = {
     ("documents, moe", "layers; verified"): "1",
     ("fp8", "layers; no stash"): "2 ep=2",
     ("fp8", "full_step; symmetric; no stash"): "2 ep=2",
-    ("latent", "layers"): "2 tp=2 ep=2 etp=1 sp; 1 recompute_kv",
+    ("latent", "layers"): "1 recompute_kv",
     ("sinks", "layers"): "2 tp=2 ep=2 etp=1 sp",
     ("mtp", "layers"): "1",
     ("exchanges", "overlap"): "2 ep=2",
@@ -187,7 +188,7 @@ FULL = {
     ("fp8", "full; symmetric; no stash"): "2 ep=2",
     ("fp8", "layers; symmetric; no stash"): "2 ep=2",
     ("fp8, shared expert", "overlap"): "2 ep=2",
-    ("latent", "layers"): "2 cp=2; 2 pp=2",
+    ("latent", "layers"): "2 tp=2 ep=2 etp=1 sp; 2 cp=2; 2 pp=2",
     ("latent", "full_step"): "1; 1 recompute_kv",
     ("latent", "full"): "2 cp=2 recompute_kv",
     ("sinks", "layers"): "2 cp=2; 2 pp=2",
@@ -266,8 +267,7 @@ def changed(options, how):
 def compare_bits(rank, world, feature, how, text, device="cpu"):
     """Train a feature with and without a change; return the first difference and the number of graphs."""
     deep_ep_stand_in.install()
-    options, (_, layout) = TRAINED[feature], layout_of(text)
-    groups = make_groups(world, layout)
+    options, (layout, groups) = {"steps": 6} | TRAINED[feature], groups_on(text)
     device = fastmp.init().device if world > 1 else device
     found = []
     for each in (options, changed(options, how)):

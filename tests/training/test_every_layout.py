@@ -29,7 +29,6 @@ QUICK = {
     "shared expert, allgather": "2 ep=2 etp=1",
     "stand-in": "2 tp=2 ep=2 etp=1; 4 tp=2 ep=2 etp=2",
     "bert": "2 pp=2 vpp=2",
-    "documents, latent": "2 cp=2",
     "documents, sinks": "2 cp=2",
     "documents, mtp": "2 cp=2",
     "fp8": "2 tp=2 ep=2 etp=1 sp; 2 pp=2 schedule=zero_bubble",
@@ -55,7 +54,7 @@ FULL = {
     "bert": "4 tp=2 pp=2 schedule=zero_bubble recompute; 2",
     "bert, post": "2 tp=2 sp; 2 pp=2 vpp=2 schedule=dualpipe_v",
     "documents, moe": "2 pp=2 vpp=2 schedule=zero_bubble recompute",
-    "documents, latent": "2 tp=2 sp; 2 cp=2 recompute_kv",
+    "documents, latent": "2 cp=2; 2 tp=2 sp; 2 cp=2 recompute_kv",
     "documents, sinks": "2 tp=2 sp",
     "documents, mtp": "2 pp=2 stage_layers=2,1",
     "fp8": """2 tp=2; 2; 2 etp=2; 2 cp=2; 2 pp=2 vpp=2; 2 pp=2 vpp=2 schedule=dualpipe_v; 2 ep=2 recompute;

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from feature_table import FP8, FP8_GATHERED, RAGGED, batches, check_each, layout_of, results_of
+from feature_table import FP8, FP8_GATHERED, RAGGED, batches, check_each, groups_on, results_of
 from graphed_trainers import CONFIG as GRAPHED
 from marks import full
 from train_tools import Samples
@@ -51,8 +51,7 @@ def numbers(trainer, steps):
 
 def check_same(rank, world, options, text):
     """Train both ways; return the names of the weights that were gathered in FP8."""
-    _, layout = layout_of(text)
-    groups = make_groups(world, layout)
+    layout, groups = groups_on(text)
     found = []
     for gathers in (gathered_in_dtype(), nullcontext()):
         with gathers:
