@@ -34,63 +34,58 @@ class GpuGoal:
         return value <= self.wanted if self.most else value >= self.wanted
 
 
-def _best(timings: Iterable[Timing], attribute: str, best: Callable[..., float]) -> dict[str, float]:
+def _best(
+    timings: Iterable[Timing], attribute: str = "ms", best: Callable[..., float] = min
+) -> dict[str, float]:
     found: dict[str, float] = {}
     for timing in timings:
         value = getattr(timing, attribute)
-        found[timing.case] = value if timing.case not in found else best(found[timing.case], value)
+        found[timing.case] = best(found.get(timing.case, value), value)
     return found
 
 
-def _kernel(
-    *ops: str, attribute: str = "share", best: Callable[..., float] = max, shapes: Sequence[str] = ("",)
-) -> Values:
-    """Read an attribute of ops alone, by default `share`, where a case has one of `shapes`."""
+def _ours(
+    direction: str, names: Sequence[str], attribute: str = "share", best: Callable[..., float] = max,
+    *, shapes: Sequence[str] = ("",), unit: float = 1.0,
+) -> Values:  # fmt: skip
+    """Read an attribute of our rows, by default `share`, where a case has one of `shapes`."""
 
     def values(timings: Sequence[Timing]) -> dict[str, float]:
-        kernels = (t for t in timings if t.direction == "kernel" and t.workload in ops)
-        return _best((t for t in kernels if any(shape in t.case for shape in shapes)), attribute, best)
-
-    return values
-
-
-def _used(
-    workload: str, attribute: str, best: Callable[..., float], shape: str = "", unit: float = 1.0
-) -> Values:
-    """Read an attribute of a public function, forward and backward."""
-
-    def values(timings: Sequence[Timing]) -> dict[str, float]:
-        wanted = (t for t in timings if (t.workload, t.direction, t.ours) == (workload, "both", True))
-        found = _best((t for t in wanted if shape in t.case), attribute, best)
+        ours = (t for t in timings if t.ours and t.direction == direction and t.workload in names)
+        found = _best((t for t in ours if any(shape in t.case for shape in shapes)), attribute, best)
         return {case: value / unit for case, value in found.items()}
 
     return values
+
+
+def _kernel(*ops: str, shapes: Sequence[str] = ("",)) -> Values:
+    return _ours("kernel", ops, shapes=shapes)
+
+
+def _ms(op: str) -> Values:
+    return _ours("kernel", (op,), "ms", min)
 
 
 def _times_as_fast(workload: str, rival: str, direction: str) -> Values:
     """Compute the speed-up over a rival; "backward" is the time of both directions less the forward's."""
 
     def values(timings: Sequence[Timing]) -> dict[str, float]:
-        rows = [t for t in timings if t.workload == workload]
+        def times(ours: bool, direction: str) -> dict[str, float]:
+            if direction == "backward":
+                both, forward = times(ours, "both"), times(ours, "forward")
+                return {case: ms - forward[case] for case, ms in both.items() if case in forward}
+            rows = (t for t in timings if (t.workload, t.direction) == (workload, direction))
+            return _best(t for t in rows if (t.ours if ours else t.rival == rival))
 
-        def times(direction: str, ours: bool) -> dict[str, float]:
-            chosen = (t for t in rows if t.direction == direction and (t.ours if ours else t.rival == rival))
-            return _best(chosen, "ms", min)
-
-        if direction != "backward":
-            ours, theirs = times(direction, True), times(direction, False)
-        else:
-            ours, theirs = (
-                {case: ms - forward[case] for case, ms in times("both", side).items() if case in forward}
-                for side, forward in ((True, times("forward", True)), (False, times("forward", False)))
-            )
+        ours, theirs = times(True, direction), times(False, direction)
         return {case: theirs[case] / ms for case, ms in ours.items() if case in theirs and ms > 0}
 
     return values
 
 
-_CE, _LCE = "cross_entropy", "linear_cross_entropy"
-_SHARE = "of sustained"
+_CE, _LCE, _EXTRA = "cross_entropy", "linear_cross_entropy", "extra_bytes"
+_SHARE, _EAGER, _COMPILE = "of sustained", "torch eager", "torch.compile"
+_LLAMA = ("[4096, 4096, 128256]",)
 _LARGE_EXPERTS = ("[4, ", "[8, ", "[16, ")
 _LIGER_MEGATRON, _MEGATRON = "Liger for Megatron", "as Megatron, compiled"
 H200_GOALS = (
@@ -98,9 +93,11 @@ H200_GOALS = (
     GpuGoal("cross-entropy backward, in place", 0.93, _kernel("cross_entropy_grad_"), _SHARE),
     GpuGoal("cross-entropy", 3.2, _times_as_fast(_CE, _LIGER_MEGATRON, "both"), f"x {_LIGER_MEGATRON}"),
     GpuGoal("cross-entropy", 7.0, _times_as_fast(_CE, _MEGATRON, "both"), f"x {_MEGATRON}"),
-    GpuGoal("linear + cross-entropy", 0.93, _used(_LCE, "share", max), _SHARE),
-    GpuGoal("linear + cross-entropy", 17.6, _used(_LCE, "ms", min, "[4096, 4096, 128256]"), "ms", most=True),
-    GpuGoal("linear + cross-entropy", 1.1, _used(_LCE, "extra_bytes", min, unit=1e9), "GB extra", most=True),
+    GpuGoal("linear + cross-entropy", 0.93, _ours("both", [_LCE]), _SHARE),
+    GpuGoal("linear + cross-entropy", 17.6, _ours("both", [_LCE], "ms", min, shapes=_LLAMA), "ms", most=True),
+    GpuGoal(
+        "linear + cross-entropy", 1.1, _ours("both", [_LCE], _EXTRA, min, unit=1e9), "GB extra", most=True
+    ),
     GpuGoal("bias-GeLU forward", 0.95, _kernel("bias_gelu"), _SHARE),
     GpuGoal("bias-GeLU backward with bias gradient", 0.92, _kernel("bias_gelu_backward"), _SHARE),
     GpuGoal("SwiGLU and GeGLU forward", 0.95, _kernel("gated_activation"), _SHARE),
@@ -115,23 +112,16 @@ H200_GOALS = (
     GpuGoal("AdamW", 0.95, _kernel("adamw_"), _SHARE),
     GpuGoal("rows to and from peers, one device", 0.8, _kernel("exchange_push", "exchange_pull"), _SHARE),
     GpuGoal("rows into and out of own memory", 0.8, _kernel("exchange_give", "exchange_take"), _SHARE),
-    GpuGoal("router forward", 0.005, _kernel("topk_router", attribute="ms", best=min), "ms", most=True),
-    GpuGoal(
-        "router backward", 0.007, _kernel("topk_router_backward", attribute="ms", best=min), "ms", most=True
-    ),
-    GpuGoal("router", 6.0, _times_as_fast("router", "torch eager", "both"), "x torch eager"),
-    GpuGoal("router", 2.5, _times_as_fast("router", "torch.compile", "both"), "x torch.compile"),
-    GpuGoal("grouped router", 6.0, _times_as_fast("router grouped", "torch eager", "both"), "x torch eager"),
-    GpuGoal(
-        "grouped router",
-        2.5,
-        _times_as_fast("router grouped", "torch.compile", "both"),
-        "x torch.compile",
-    ),
-    GpuGoal("permutation", 0.012, _kernel("permutation", attribute="ms", best=min), "ms", most=True),
+    GpuGoal("router forward", 0.005, _ms("topk_router"), "ms", most=True),
+    GpuGoal("router backward", 0.007, _ms("topk_router_backward"), "ms", most=True),
+    GpuGoal("router", 6.0, _times_as_fast("router", _EAGER, "both"), f"x {_EAGER}"),
+    GpuGoal("router", 2.5, _times_as_fast("router", _COMPILE, "both"), f"x {_COMPILE}"),
+    GpuGoal("grouped router", 6.0, _times_as_fast("router grouped", _EAGER, "both"), f"x {_EAGER}"),
+    GpuGoal("grouped router", 2.5, _times_as_fast("router grouped", _COMPILE, "both"), f"x {_COMPILE}"),
+    GpuGoal("permutation", 0.012, _ms("permutation"), "ms", most=True),
     GpuGoal("permute", 0.90, _kernel("permute"), _SHARE),
     GpuGoal("unpermute forward and backward", 0.88, _kernel("unpermute", "unpermute_backward"), _SHARE),
-    GpuGoal("unpermute", 2.0, _times_as_fast("unpermute", "torch eager", "both"), "x torch eager"),
+    GpuGoal("unpermute", 2.0, _times_as_fast("unpermute", _EAGER, "both"), f"x {_EAGER}"),
     GpuGoal(
         "grouped products, large experts", 0.90, _kernel("grouped_mm", shapes=_LARGE_EXPERTS), "of floor"
     ),
