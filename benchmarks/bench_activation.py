@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, normal, title
+from benchmarks.cases import OURS, Case, CpuGoal, Workload, against_torch, normal, title
 from fastmp.ops import OPS, bias_gelu
 
 
@@ -14,26 +14,17 @@ def bias_gelu_case(
     rows: int, columns: int, approximate: str, dtype: torch.dtype, device: str, seed: int = 0
 ) -> Case:
     random = normal(dtype, device, seed)
-    x, bias, grad = (
-        random(rows, columns).requires_grad_(),
-        random(columns).requires_grad_(),
-        random(rows, columns),
-    )
+    x, bias = (random(*shape).requires_grad_() for shape in ((rows, columns), (columns,)))
+    grad = random(rows, columns)
 
     def eager(x: Tensor, bias: Tensor) -> Tensor:
         return F.gelu(x + bias, approximate=approximate)
 
-    with_compile = compiled(eager)
-    rivals = {
-        OURS: lambda: bias_gelu(x, bias, approximate=approximate),
-        EAGER: lambda: eager(x, bias),
-        COMPILE: lambda: with_compile(x, bias),
-    }
     return Case(
         title(f"bias_gelu {approximate}", (rows, columns), dtype),
         (x, bias),
         grad,
-        rivals,
+        against_torch(lambda: bias_gelu(x, bias, approximate=approximate), eager, x, bias),
         OPS["bias_gelu"].traffic(x, bias, approximate),
         OPS["bias_gelu_backward"].traffic(grad, x, bias, approximate),
     )
@@ -45,7 +36,6 @@ WORKLOADS = (
         bias_gelu_case,
         cpu=((4096, 8192, "tanh"), (4096, 8192, "none")),
         cuda=((8192, 16384, "tanh"), (2048, 6144, "tanh"), (4096, 49152, "tanh"), (8192, 16384, "none")),
-        rivals=(OURS, EAGER, COMPILE),
         tiny=(7, 24, "tanh"),
     ),
 )
@@ -61,7 +51,3 @@ def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, 
     random = normal(dtype, device, seed)
     x, grad = (random(*shape) for _ in range(2))
     return (x, x[0].clone(), "tanh") if op == "bias_gelu" else (grad, x, x[0].clone(), "tanh")
-
-
-def test_bias_gelu(compare, case, rival, direction):
-    compare(case(), rival, direction)

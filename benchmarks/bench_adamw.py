@@ -175,7 +175,3 @@ def arguments(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, 
     generator = torch.Generator(device).manual_seed(seed)
     param, grad, *others = adamw_arguments(math.prod(shape), dtype, generator)
     return param, grad.to(param.dtype), *others
-
-
-def test_adamw(compare, case, rival, direction):
-    compare(case(), rival, direction)

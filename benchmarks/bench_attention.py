@@ -195,7 +195,3 @@ WORKLOADS = (
     _workload("window, sinks", ((1, 64, 8, 4096, 64, 128),), (1, 8, 2, 2048, 64, 128), (2, 4, 2, 32, 8, 8)),
     _workload("latent", ((1, 128, 128, 4096, 192, 128),), (1, 8, 8, 1024, 192, 128), (2, 4, 4, 32, 24, 16)),
 )
-
-
-def test_attention(compare, case, rival, direction):
-    compare(case(), rival, direction)

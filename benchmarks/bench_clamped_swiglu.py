@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, OURS, Case, Workload, compiled, normal, title
+from benchmarks.cases import Case, Workload, against_torch, normal, title
 from fastmp.ops import OPS, clamped_swiglu
 
 ALPHA, LIMIT = 1.702, 7.0
@@ -21,12 +21,11 @@ def clamped_swiglu_case(rows: int, width: int, dtype: torch.dtype, device: str, 
     """x (rows, 2 width)."""
     grad, x = arguments("clamped_swiglu_backward", (rows, width), dtype, device, seed)[:2]
     x.requires_grad_()
-    with_compile = compiled(_eager)
     return Case(
         title("clamped_swiglu", (rows, 2 * width), dtype),
         (x,),
         grad,
-        {OURS: lambda: clamped_swiglu(x), EAGER: lambda: _eager(x), COMPILE: lambda: with_compile(x)},
+        against_torch(lambda: clamped_swiglu(x), _eager, x),
         OPS["clamped_swiglu"].traffic(x, ALPHA, LIMIT),
         OPS["clamped_swiglu_backward"].traffic(grad, x, ALPHA, LIMIT),
     )
@@ -39,7 +38,6 @@ WORKLOADS = (
         clamped_swiglu_case,
         cpu=((4096, 2880),),
         cuda=((8192, 2880), (32768, 2880)),
-        rivals=(OURS, EAGER, COMPILE),
         tiny=(6, 8),
     ),
 )
@@ -53,7 +51,3 @@ def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, 
     x = random(rows, 2 * width)
     grad = random(*shape)
     return (x, ALPHA, LIMIT) if op == "clamped_swiglu" else (grad, x, ALPHA, LIMIT)
-
-
-def test_clamped_swiglu(compare, case, rival, direction):
-    compare(case(), rival, direction)

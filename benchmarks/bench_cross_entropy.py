@@ -9,23 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import (
-    COMPILE,
-    EAGER,
-    LIGER,
-    OURS,
-    QUACK,
-    Case,
-    CpuGoal,
-    Workload,
-    compiled,
-    title,
-)
+from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, QUACK, Case, CpuGoal, Workload, against_torch, title
 from benchmarks.peers import peer
 from fastmp.ops import OPS, cross_entropy
 
@@ -82,16 +72,8 @@ def cross_entropy_case(tokens: int, vocab: int, dtype: torch.dtype, device: str,
 def at_once_case(tokens: int, vocab: int, dtype: torch.dtype, device: str, seed: int = 0) -> Case:
     """Make the case with known loss gradients, in which logits are read only once."""
     case = _case("cross_entropy_at_once", RIVALS_AT_ONCE, tokens, vocab, dtype, device, seed)
-    loss_and_grad = (
-        case.leaves[0],
-        torch.zeros_like(case.grad, dtype=torch.int64),
-        case.grad,
-        None,
-        vocab,
-        -100,
-        0.0,
-        0.0,
-    )
+    target = torch.zeros_like(case.grad, dtype=torch.int64)
+    loss_and_grad = case.leaves[0], target, case.grad, None, vocab, -100, 0.0, 0.0
     both = OPS["cross_entropy_loss_grad_"].traffic(*loss_and_grad)
     return replace(case, backward_bytes=both - case.forward_bytes)
 
@@ -108,15 +90,12 @@ def _case(
     def eager(logits: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(logits, target, reduction="none")
 
-    with_compile = compiled(eager)
     megatron, megatron_compiled = as_megatron(lambda step: step), as_megatron(_compiled_step)
     # The gradient lands in the logits, so a second run works on those numbers: the time is the same.
-    rivals = {
-        OURS: lambda: cross_entropy(logits, target, reduction="none"),
-        IN_PLACE: lambda: cross_entropy(logits, target, grad_in_place=True, reduction="none"),
-        AT_ONCE: lambda: cross_entropy(logits, target, loss_grad=grad, reduction="none"),
-        EAGER: lambda: eager(logits, target),
-        COMPILE: lambda: with_compile(logits, target),
+    ours = partial(cross_entropy, logits, target, reduction="none")
+    rivals = against_torch(ours, eager, logits, target) | {
+        IN_PLACE: lambda: ours(grad_in_place=True),
+        AT_ONCE: lambda: ours(loss_grad=grad),
         MEGATRON: lambda: megatron(logits, target),
         MEGATRON_COMPILED: lambda: megatron_compiled(logits, target),
     }
@@ -152,12 +131,7 @@ def _cast(call: Callable[[], Tensor], dtype: torch.dtype) -> Callable[[], Tensor
 _LOGITS = ((8192, 50304), (8192, 128256), (4096, 129280), (8192, 16032))
 WORKLOADS = (
     Workload(
-        "cross_entropy",
-        cross_entropy_case,
-        cpu=((2048, 50304),),
-        cuda=_LOGITS,
-        rivals=RIVALS,
-        tiny=(8, 65),
+        "cross_entropy", cross_entropy_case, cpu=((2048, 50304),), cuda=_LOGITS, rivals=RIVALS, tiny=(8, 65)
     ),
     Workload(
         "at_once",
@@ -204,7 +178,3 @@ def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, 
         return logits, target, loss_grad, None, vocab, -100, 0.0, 0.0
     merged = torch.full((tokens, 2), 4.0, dtype=per_token, device=device)
     return logits, target, merged, loss_grad, None, 0, vocab, -100, 0.0, 0.0
-
-
-def test_cross_entropy(compare, case, rival, direction):
-    compare(case(), rival, direction)

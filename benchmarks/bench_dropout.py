@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, normal, title
+from benchmarks.cases import OURS, Case, CpuGoal, Workload, against_torch, normal, title
 from fastmp.ops import OPS, bias_dropout_add
 
 
@@ -22,21 +22,16 @@ def bias_dropout_add_case(
     def eager(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
         return residual + F.dropout(x + bias, p)
 
-    with_compile = compiled(eager)
-    rivals = {
-        OURS: lambda: bias_dropout_add(x, bias, residual, p=p),
-        EAGER: lambda: eager(x, bias, residual),
-        COMPILE: lambda: with_compile(x, bias, residual),
-    }
+    inputs = x, bias, residual
     key = torch.zeros((), dtype=torch.int64, device=device)
     backward = OPS["bias_dropout_add_backward"].traffic(grad, p, key, dtype, True)
     if p == 0:  # the gradient of x is that of y: what is left is to sum it for the bias
         backward = (grad.numel() + columns) * grad.element_size()
     return Case(
         title(f"bias_dropout_add {p}", (rows, columns), dtype),
-        (x, bias, residual),
+        inputs,
         grad,
-        rivals,
+        against_torch(lambda: bias_dropout_add(*inputs, p=p), eager, *inputs),
         OPS["bias_dropout_add"].traffic(x, bias, residual, p, key),
         backward,
         random=p > 0,
@@ -49,7 +44,6 @@ WORKLOADS = (
         bias_dropout_add_case,
         cpu=((4096, 4096, 0.1), (2048, 7168, 0.0)),
         cuda=((8192, 8192, 0.1), (2048, 12288, 0.1), (4096, 7168, 0.1), (8192, 8192, 0.0)),
-        rivals=(OURS, EAGER, COMPILE),
         tiny=(16, 256, 0.0),
     ),
 )
@@ -75,7 +69,3 @@ def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, 
     if op == "bias_dropout_add_into":
         return (x, x[0].clone(), residual, 0.1, key, torch.empty_like(residual))
     return (x, 0.1, key, dtype, True)
-
-
-def test_bias_dropout_add(compare, case, rival, direction):
-    compare(case(), rival, direction)

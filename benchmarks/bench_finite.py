@@ -42,7 +42,3 @@ WORKLOADS = (
     ),
 )
 SHAPES = {"first_not_finite": ((100_000_000,),)}
-
-
-def test_first_not_finite(compare, case, rival, direction):
-    compare(case(), rival, direction)

@@ -9,7 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, CpuGoal, Workload, compiled, normal, title
+from benchmarks.cases import (
+    COMPILE,
+    EAGER,
+    LIGER,
+    OURS,
+    Case,
+    CpuGoal,
+    Workload,
+    against_torch,
+    normal,
+    title,
+)
 from benchmarks.peers import peer
 from fastmp.ops import OPS, geglu, swiglu
 
@@ -65,12 +76,7 @@ def _case(
     x, grad = random(rows, 2 * width).requires_grad_(), random(rows, width)
     bias = random(2 * width).requires_grad_() if with_bias else None
     ours = swiglu if name == "swiglu" else geglu
-    with_compile = compiled(lambda x, bias: _eager(name, x, bias))
-    rivals = {
-        OURS: lambda: ours(x, bias=bias),
-        EAGER: lambda: _eager(name, x, bias),
-        COMPILE: lambda: with_compile(x, bias),
-    }
+    rivals = against_torch(lambda: ours(x, bias=bias), partial(_eager, name), x, bias)
     if name == "swiglu":
         megatron = _megatron_swiglu()
         rivals[MEGATRON] = lambda: megatron(x, bias)
@@ -102,6 +108,7 @@ WORKLOADS = (
         partial(_case, "geglu"),
         cpu=((4096, 4096, False),),
         cuda=((8192, 14336, False), (8192, 14336, True)),
+        rivals=(OURS, EAGER, COMPILE, LIGER),
         tiny=(6, 8, False),
     ),
 )
@@ -127,7 +134,3 @@ def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, 
         return x, x[0].clone(), "silu", None, 128, torch.float8_e4m3fn
     grad = random(*shape)
     return (x, x[0].clone(), "silu") if op == "gated_activation" else (grad, x, x[0].clone(), "silu")
-
-
-def test_gated(compare, case, rival, direction):
-    compare(case(), rival, direction)

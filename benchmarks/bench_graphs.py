@@ -66,10 +66,7 @@ class _Wide(SegmentedLayer):
         self.width, self.weight = width, nn.Parameter(torch.ones(64))
 
     def segments(self) -> tuple[Segment, ...]:
-        return (
-            Segment("spread", lambda x: (x,) * self.width, capturable=False),
-            Segment("work", self._work),
-        )
+        return (Segment("spread", lambda x: (x,) * self.width, capturable=False), Segment("work", self._work))
 
     def _work(self, *tensors: Tensor) -> Tensors:
         return (sum(tensors) * self.weight,)
@@ -304,10 +301,6 @@ WORKLOADS = (
         directions=("step",),
     ),
 )
-
-
-def test_graphs(compare, case, rival, direction):
-    compare(case(), rival, direction)
 
 
 def checks_before_a_step(rounds: int = 2000) -> Iterator[str]:

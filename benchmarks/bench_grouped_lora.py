@@ -103,10 +103,6 @@ def arguments(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, 
     return x, w, None, normal(dtype, device, seed + 1)(len(x), shape[-1]), b, offsets, False, False
 
 
-def test_grouped_lora(compare, case, rival, direction):
-    compare(case(), rival, direction)
-
-
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     rivals = WORKLOADS[0].rivals

@@ -303,7 +303,3 @@ def arguments(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, 
     if op == "grouped_mm_wgrad":
         return grad, x, offsets
     return torch.zeros(w.shape, dtype=compute_dtype(dtype), device=device), grad, x, offsets
-
-
-def test_grouped_mm(compare, case, rival, direction):
-    compare(case(), rival, direction)

@@ -72,7 +72,3 @@ def arguments(op: str, shape: tuple, dtype: torch.dtype, device: str, seed: int)
     ends = list(accumulate(sizes_of(experts, rows, routing)))
     operands = q, s, w, w_scale, torch.tensor(ends, dtype=torch.int32, device=device)
     return (*operands, "silu", dtype) if op == "grouped_mlp_in_fp8" else (*operands, dtype)
-
-
-def test_grouped_mm_fp8(compare, case, rival, direction):
-    compare(case(), rival, direction)

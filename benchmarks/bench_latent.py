@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.bench_norm import IN_TURN
-from benchmarks.cases import COMPILE, EAGER, OURS, Case, Workload, compiled, normal, title
+from benchmarks.cases import COMPILE, EAGER, OURS, Case, Workload, against_torch, normal, title
 from fastmp.ops import OPS, latent_norm_rope, rms_norm, rope, rope_cos_sin
 
 EPS = 1e-6
@@ -32,13 +34,9 @@ def latent_case(tokens: int, rank: int, width: int, dtype: torch.dtype, device: 
     *grads, x, weight, cos, sin, _, interleaved = backward
     x.requires_grad_(), weight.requires_grad_()
     wide = [t[:, None].to(dtype) for t in (cos, sin)]
-    with_compile = compiled(_eager)
-    rivals = {
-        OURS: lambda: latent_norm_rope(x, weight, cos, sin, eps=EPS, interleaved=True),
-        IN_TURN: lambda: _in_turn(x, weight, cos, sin),
-        EAGER: lambda: _eager(x, weight, *wide),
-        COMPILE: lambda: with_compile(x, weight, *wide),
-    }
+    ours = partial(latent_norm_rope, x, weight, cos, sin, eps=EPS, interleaved=True)
+    rivals = against_torch(ours, _eager, x, weight, *wide)
+    rivals[IN_TURN] = lambda: _in_turn(x, weight, cos, sin)
     return Case(
         title("latent_norm_rope", (tokens, rank, width), dtype),
         (x, weight),
@@ -75,7 +73,3 @@ def arguments(op: str, shape: tuple[int, int, int], dtype: torch.dtype, device: 
         return forward
     rstd = torch.ops.fastmp.latent_norm_rope(*forward)[2]
     return random(tokens, 1, rank), random(tokens, 1, width), x, weight, cos, sin, rstd, True
-
-
-def test_latent(compare, case, rival, direction):
-    compare(case(), rival, direction)

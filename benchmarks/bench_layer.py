@@ -98,7 +98,3 @@ WORKLOADS = (
         tiny=(8, 16, 4, 2, 40),
     ),
 )
-
-
-def test_layer(compare, case, rival, direction):
-    compare(case(), rival, direction)

@@ -25,7 +25,7 @@ from benchmarks.cases import (
     Case,
     CpuGoal,
     Workload,
-    compiled,
+    against_torch,
     title,
 )
 from benchmarks.peers import peer
@@ -82,14 +82,11 @@ def linear_cross_entropy_case(
     def per_token() -> Tensor:
         return F.cross_entropy(F.linear(x, weight), target, reduction="none").mean()
 
-    with_compile = compiled(eager)
-    rivals = {
-        OURS: lambda: linear_cross_entropy(x, weight, target, loss_grad=1 / tokens, reduction="none").mean(),
+    known = lambda: linear_cross_entropy(x, weight, target, loss_grad=1 / tokens, reduction="none").mean()  # noqa: E731
+    rivals = against_torch(known, eager, x, weight) | {
         MEAN: lambda: linear_cross_entropy(x, weight, target, reduction="mean"),
         RECOMPUTED: lambda: linear_cross_entropy(x, weight, target, reduction="none").mean(),
         MAIN_GRAD: into_main_grad,
-        EAGER: lambda: eager(x, weight),
-        COMPILE: lambda: with_compile(x, weight),
         **_fused_by_torch(x, weight, target),
         **_peers(x, weight, target, device),
     }
@@ -154,7 +151,3 @@ GOALS = (
     CpuGoal("linear_cross_entropy", "float32", "both", OURS, 1.05, 1.05, extra_bytes=0.1, shape=1),
     CpuGoal("linear_cross_entropy", "float32", "both", MAIN_GRAD, 1.05, 1.05, extra_bytes=0.1, shape=1),
 )
-
-
-def test_linear_cross_entropy(compare, case, rival, direction):
-    compare(case(), rival, direction)

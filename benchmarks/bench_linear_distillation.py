@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, Workload, compiled, title
+from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, Workload, against_torch, title
 from benchmarks.measure import cpu_ms, extra_bytes, in_turn
 from benchmarks.peers import peer
 from fastmp.ops import linear_distillation, linear_topk_distillation
@@ -116,13 +116,8 @@ def linear_distillation_case(
     def eager(x: Tensor, weight: Tensor) -> Tensor:
         return loss(x, weight, slice(tokens)) / tokens
 
-    with_compile = compiled(eager)
-    rivals: dict[str, Callable[[], Tensor]] = {
-        OURS: ours,
-        EAGER: lambda: eager(x, weight),
-        COMPILE: lambda: with_compile(x, weight),
-        CHUNKED: lambda: _InChunks.apply(x, weight, loss),
-    }
+    rivals = against_torch(ours, eager, x, weight)
+    rivals[CHUNKED] = lambda: _InChunks.apply(x, weight, loss)
     module = "liger_kernel.transformers.fused_linear_jsd:LigerFusedLinearJSD"
     if divergence == "jsd" and not topk and (liger := peer(LIGER, module, device)) is not None:
         fused = liger(jsd_beta=0.5, temperature=TEMPERATURE)
@@ -171,10 +166,6 @@ def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, 
     if op == "distillation_sums":
         return (*pair, normalisers, *place)
     return (*pair, normalisers, torch.full_like(scale, 0.1), torch.full_like(scale, 1 / tokens), *place)
-
-
-def test_linear_distillation(compare, case, rival, direction):
-    compare(case(), rival, direction)
 
 
 def main() -> None:

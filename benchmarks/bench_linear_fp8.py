@@ -117,7 +117,3 @@ def arguments(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, 
     q, s = quantize_rows(random(rows, k), block=BLOCK)
     w, _, w_scale = quantize_weight(random(n, k).mul_(k**-0.5), block=BLOCK)
     return q, s, w, w_scale, dtype
-
-
-def test_linear_fp8(compare, case, rival, direction):
-    compare(case(), rival, direction)

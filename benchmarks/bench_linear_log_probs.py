@@ -8,14 +8,13 @@ prints processor time and memory at a large vocabulary, on a CPU: the table of d
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, Workload, compiled, title
+from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, Workload, against_torch, title
 from benchmarks.measure import cpu_ms, extra_bytes, in_turn
 from benchmarks.peers import peer
 from fastmp.ops import linear_log_probs
@@ -46,12 +45,7 @@ def linear_log_probs_case(
         chosen, entropy = linear_log_probs(x, weight, target, temperature=TEMPERATURE, return_entropy=True)
         return chosen + BONUS * entropy
 
-    with_compile = compiled(eager)
-    rivals: dict[str, Callable[[], Tensor]] = {
-        OURS: ours,
-        EAGER: lambda: eager(x, weight),
-        COMPILE: lambda: with_compile(x, weight),
-    }
+    rivals = against_torch(ours, eager, x, weight)
     name = "liger_kernel.transformers.functional:liger_fused_linear_cross_entropy"
     if not with_entropy and (liger := peer(LIGER, name, device)) is not None:
         rivals[LIGER] = lambda: -liger(x / TEMPERATURE, weight, target, reduction="none").to(wide)
@@ -97,10 +91,6 @@ def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, 
     top, log_total, entropy = (torch.full_like(scale, value) for value in (4.0, 8.0, 10.0))
     grad = torch.full_like(scale, 1 / tokens)
     return logits, target, top, log_total, grad, entropy, BONUS * grad, scale, 0, vocab, -100
-
-
-def test_linear_log_probs(compare, case, rival, direction):
-    compare(case(), rival, direction)
 
 
 def main() -> None:

@@ -143,14 +143,7 @@ def moe_layer_of(
 
 
 def moe_layer_case(
-    tokens: int,
-    hidden: int,
-    experts: int,
-    k: int,
-    ffn: int,
-    dtype: torch.dtype,
-    device: str,
-    seed: int = 0,
+    tokens: int, hidden: int, experts: int, k: int, ffn: int, dtype: torch.dtype, device: str, seed: int = 0
 ) -> Case:
     torch.manual_seed(seed)
     layer = moe_layer_of(hidden, experts, k, ffn, dtype, device)
@@ -212,10 +205,6 @@ WORKLOADS = (
         tiny=(24, 16, 8, 2, 24),
     ),
 )
-
-
-def test_moe_layer(compare, case, rival, direction):
-    compare(case(), rival, direction)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,3 @@ WORKLOADS = (
     ),
 )
 GOALS = (CpuGoal("moe_layer_fp8", "float32", "both", OURS, 0.7, 0.7, over=IN_DTYPE),)
-
-
-def test_moe_layer_fp8(compare, case, rival, direction):
-    compare(case(), rival, direction)

@@ -20,7 +20,7 @@ from benchmarks.cases import (
     Case,
     CpuGoal,
     Workload,
-    compiled,
+    against_torch,
     normal,
     title,
 )
@@ -75,13 +75,10 @@ def _case(
         y = theirs(total, parameters[0].shape, *parameters, EPS)
         return y if residual is None else (y, total)
 
-    with_compile = compiled(eager)
     added = residual if with_residual else None
-    rivals = {
-        OURS: lambda: ours(x, *parameters, eps=EPS, residual=added),
-        EAGER: lambda: eager(x, added, *parameters),
-        COMPILE: lambda: with_compile(x, added, *parameters),
-    }
+    rivals = against_torch(
+        lambda: ours(x, *parameters, eps=EPS, residual=added), eager, x, added, *parameters
+    )
     if name == "rms_norm":
         others = {
             LIGER: _liger_rms_norm(x, added, parameters[0], device),
@@ -122,13 +119,8 @@ def quantized_case(
         rows = plain_rows(F.rms_norm(total, weight.shape, weight, EPS))
         return rows if residual is None else (*rows, total)
 
-    with_compile = compiled(eager)
-    rivals = {
-        OURS: lambda: rms_norm(x, weight, eps=EPS, residual=added, quantize=True),
-        IN_TURN: in_turn,
-        EAGER: lambda: eager(x, added, weight),
-        COMPILE: lambda: with_compile(x, added, weight),
-    }
+    fused = lambda: rms_norm(x, weight, eps=EPS, residual=added, quantize=True)  # noqa: E731
+    rivals = against_torch(fused, eager, x, added, weight) | {IN_TURN: in_turn}
     name = title(f"rms_norm quantized{' add' if with_residual else ''}", (rows, columns), dtype)
     moved = OPS["rms_norm_quantized"].traffic(x, added, weight, EPS, BLOCK, E4M3)
     return Case(name, (x,), x, rivals, moved, 0)
@@ -144,11 +136,7 @@ WORKLOADS = (
         "rms_norm",
         partial(_case, "rms_norm"),
         cpu=((4096, 8192, False), (4096, 8192, True)),
-        cuda=(
-            *_LLAMA_AND_DEEPSEEK,
-            (8192, 2048, True),
-            (8192 * 32, 128, False),
-        ),
+        cuda=(*_LLAMA_AND_DEEPSEEK, (8192, 2048, True), (8192 * 32, 128, False)),
         rivals=(OURS, EAGER, COMPILE, LIGER, QUACK),
         tiny=(33, 129, True),
     ),
@@ -167,6 +155,7 @@ WORKLOADS = (
         partial(_case, "layer_norm"),
         cpu=((4096, 8192, False), (4096, 8192, True)),
         cuda=((8192, 4096, False), (8192, 8192, False), (8192, 8192, True), (2048, 12288, False)),
+        rivals=(OURS, EAGER, COMPILE, LIGER),
         tiny=(33, 129, True),
     ),
 )
@@ -192,7 +181,3 @@ def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, 
         return forward
     stats = getattr(torch.ops.fastmp, op.removesuffix("_backward"))(*forward)[2]
     return grad, None, x, weight, stats, *(() if op.startswith("rms") else (True,))
-
-
-def test_norm(compare, case, rival, direction):
-    compare(case(), rival, direction)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from benchmarks.bench_norm import IN_TURN
 from benchmarks.bench_quantize import BLOCK, plain_rows
-from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, title
+from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, against_torch, title
 from fastmp.ops import OPS, permutation, permute, quantize_rows, unpermute
 from fastmp.ops.core.fp8 import E4M3
 from fastmp.ops.core.registry import compute_dtype
@@ -33,12 +33,7 @@ def permutation_case(
 ) -> Case:
     generator = torch.Generator(device).manual_seed(seed)
     indices = _indices(tokens, slots, experts, device, generator)
-    with_compile = compiled(_eager_permutation)
-    rivals = {
-        OURS: lambda: permutation(indices, experts),
-        EAGER: lambda: _eager_permutation(indices, experts),
-        COMPILE: lambda: with_compile(indices, experts),
-    }
+    rivals = against_torch(lambda: permutation(indices, experts), _eager_permutation, indices, experts)
     shape = (tokens, slots, experts)
     moved = OPS["permutation"].traffic(indices, experts)
     return Case(title("permutation", shape, torch.int32), (indices,), (), rivals, moved, 0)
@@ -65,17 +60,11 @@ def permute_case(tokens: int, width: int, slots: int, dtype: torch.dtype, device
     def eager(x: Tensor) -> Tensor:
         return x.index_select(0, sources)
 
-    with_compile = compiled(eager)
-    rivals = {
-        OURS: lambda: permute(x, row_of, tokens * slots),
-        EAGER: lambda: eager(x),
-        COMPILE: lambda: with_compile(x),
-    }
     return Case(
         title("permute", (tokens, width, slots), dtype),
         (x,),
         grad,
-        rivals,
+        against_torch(lambda: permute(x, row_of, tokens * slots), eager, x),
         OPS["permute"].traffic(x, row_of, tokens * slots),
         OPS["unpermute"].traffic(grad, row_of, None),
     )
@@ -91,13 +80,8 @@ def quantized_case(
         q, s = plain_rows(x)
         return q.view(torch.uint8).index_select(0, sources).view(E4M3), s.index_select(0, sources)
 
-    with_compile = compiled(eager)
-    rivals = {
-        OURS: lambda: permute(x, row_of, num_rows, quantize=True),
-        IN_TURN: lambda: quantize_rows(permute(x, row_of, num_rows)),
-        EAGER: lambda: eager(x),
-        COMPILE: lambda: with_compile(x),
-    }
+    rivals = against_torch(lambda: permute(x, row_of, num_rows, quantize=True), eager, x)
+    rivals[IN_TURN] = lambda: quantize_rows(permute(x, row_of, num_rows))
     name = title("permute quantized", (tokens, width, slots), dtype)
     moved = OPS["permute_quantized"].traffic(x, None, row_of, num_rows, BLOCK, E4M3)
     return Case(name, (x,), x, rivals, moved, 0)
@@ -114,17 +98,11 @@ def unpermute_case(
         weighted = y * probs.flatten()[pairs, None]
         return torch.zeros_like(weighted[:tokens]).scatter_add(0, places, weighted).to(y.dtype)
 
-    with_compile = compiled(eager)
-    rivals = {
-        OURS: lambda: unpermute(y, row_of, probs),
-        EAGER: lambda: eager(y, probs),
-        COMPILE: lambda: with_compile(y, probs),
-    }
     return Case(
         title("unpermute", (tokens, width, slots), dtype),
         (y, probs),
         grad,
-        rivals,
+        against_torch(lambda: unpermute(y, row_of, probs), eager, y, probs),
         OPS["unpermute"].traffic(y, row_of, probs),
         OPS["unpermute_backward"].traffic(grad, y, row_of, probs),
     )
@@ -138,19 +116,11 @@ WORKLOADS = (
         permutation_case,
         cpu=((8192, 8, 128),),
         cuda=((8192, 8, 256), (8192, 8, 512), (8192, 2, 8)),
-        rivals=(OURS, EAGER, COMPILE),
         directions=("forward",),
         dtypes=(torch.float32,),
         tiny=(21, 3, 7),
     ),
-    Workload(
-        "permute",
-        permute_case,
-        cpu=((2048, 2048, 8),),
-        cuda=_CUDA,
-        rivals=(OURS, EAGER, COMPILE),
-        tiny=(6, 8, 2),
-    ),
+    Workload("permute", permute_case, cpu=((2048, 2048, 8),), cuda=_CUDA, tiny=(6, 8, 2)),
     Workload(
         "permute quantized",
         quantized_case,
@@ -161,14 +131,7 @@ WORKLOADS = (
         dtypes=(torch.bfloat16,),
         tiny=(6, 128, 2),
     ),
-    Workload(
-        "unpermute",
-        unpermute_case,
-        cpu=((2048, 2048, 8),),
-        cuda=_CUDA,
-        rivals=(OURS, EAGER, COMPILE),
-        tiny=(6, 8, 2),
-    ),
+    Workload("unpermute", unpermute_case, cpu=((2048, 2048, 8),), cuda=_CUDA, tiny=(6, 8, 2)),
 )
 GOALS = (
     CpuGoal("permutation", "float32", "forward", OURS, 4.0, 4.0),
@@ -180,18 +143,11 @@ GOALS = (
 SHAPES = {
     "block_rows": ((8, 32, 65536), (64, 4, 65536)),  # rows of so many ranks for each of so many experts
     "permutation": ((8192, 8, 256), (8192, 8, 512)),
-    **dict.fromkeys(
-        (
-            "permute",
-            "permute_quantized",
-            "unpermute",
-            "unpermute_into",
-            "unpermute_add",
-            "unpermute_add_into",
-        ),
-        _CUDA,
-    ),
-    **dict.fromkeys(("unpermute_backward", "unpermute_backward_into"), _CUDA),
+    **dict.fromkeys(("permute", "permute_quantized"), _CUDA),
+    **{
+        f"unpermute{name}": _CUDA
+        for name in ("", "_into", "_add", "_add_into", "_backward", "_backward_into")
+    },
 }
 
 
@@ -219,7 +175,3 @@ def arguments(op: str, shape: tuple[int, int, int], dtype: torch.dtype, device: 
         "unpermute_backward": (grad, y.detach(), row_of, probs),
         "unpermute_backward_into": (grad, y.detach(), row_of, probs, torch.empty_like(probs)),
     }[op]
-
-
-def test_permute(compare, case, rival, direction):
-    compare(case(), rival, direction)

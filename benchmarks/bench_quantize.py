@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, OURS, Case, Workload, compiled, normal, title
+from benchmarks.cases import Case, Workload, against_torch, normal, title
 from fastmp.ops import OPS, dequantize_rows, quantize_rows, quantize_weight
 from fastmp.ops.core.fp8 import E4M3, LARGEST
 
@@ -45,15 +45,8 @@ def _case(op: str, ours: Callable, plain: Callable) -> Callable[..., Case]:
     def make(rows: int, columns: int, dtype: torch.dtype, device: str, seed: int = 0) -> Case:
         given = arguments(op, (rows, columns), dtype, device, seed)
         tensors = tuple(each for each in given if isinstance(each, Tensor))
-        with_compile = compiled(plain)
-        rivals = {
-            OURS: lambda: ours(*tensors),
-            EAGER: lambda: plain(*tensors),
-            COMPILE: lambda: with_compile(*tensors),
-        }
-        return Case(
-            title(op, (rows, columns), dtype), tensors, tensors[0], rivals, OPS[op].traffic(*given), 0
-        )
+        rivals, moved = against_torch(lambda: ours(*tensors), plain, *tensors), OPS[op].traffic(*given)
+        return Case(title(op, (rows, columns), dtype), tensors, tensors[0], rivals, moved, 0)
 
     return make
 
@@ -85,7 +78,6 @@ WORKLOADS = tuple(
         _case(op, *_FUNCTIONS[op]),
         cpu=((2048, 2048),),
         cuda=shapes,
-        rivals=(OURS, EAGER, COMPILE),
         directions=("forward",),
         dtypes=(torch.bfloat16,),
         tiny=(128, 256),
@@ -93,7 +85,3 @@ WORKLOADS = tuple(
     for op, shapes in _SHAPES.items()
 )
 SHAPES = _SHAPES
-
-
-def test_quantize(compare, case, rival, direction):
-    compare(case(), rival, direction)

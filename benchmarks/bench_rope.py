@@ -5,7 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, CpuGoal, Workload, compiled, normal, title
+from benchmarks.cases import (
+    COMPILE,
+    EAGER,
+    LIGER,
+    OURS,
+    Case,
+    CpuGoal,
+    Workload,
+    against_torch,
+    normal,
+    title,
+)
 from benchmarks.peers import peer
 from fastmp.ops import OPS, rope_cos_sin, rope_qk
 from fastmp.ops.core.registry import compute_dtype
@@ -48,17 +59,11 @@ def rope_case(
     cos, sin = rope_cos_sin(tokens, width, device=device)
     wide = [torch.cat((t, t), -1)[:, None, None].to(dtype) for t in (cos, sin)]
     own = q.detach().clone(), k.detach().clone()  # turns further with every call
-    with_compile = compiled(_eager)
 
     def in_place() -> tuple[Tensor, Tensor]:
         return rope_qk(*map(_Made.apply, (q, k), own), cos, sin, in_place=True)
 
-    rivals = {
-        OURS: lambda: rope_qk(q, k, cos, sin),
-        IN_PLACE: in_place,
-        EAGER: lambda: _eager(q, k, *wide),
-        COMPILE: lambda: with_compile(q, k, *wide),
-    }
+    rivals = against_torch(lambda: rope_qk(q, k, cos, sin), _eager, q, k, *wide) | {IN_PLACE: in_place}
     if (liger := peer(LIGER, "liger_kernel.ops.rope:LigerRopeFunction", device)) is not None:
         liger_own = [t.clone() for t in own]
         liger_angles = [t[:, 0, 0][None] for t in wide]
@@ -102,7 +107,3 @@ def arguments(op: str, shape: tuple[int, int, int, int], dtype: torch.dtype, dev
     q, k = (random(tokens, 1, n, width) for n in (heads, kv_heads))
     angles = rope_cos_sin(tokens, width, dtype=compute_dtype(dtype), device=device)
     return q, k, *angles, False, False
-
-
-def test_rope(compare, case, rival, direction):
-    compare(case(), rival, direction)

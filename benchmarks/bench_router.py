@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, title
+from benchmarks.cases import OURS, Case, CpuGoal, Workload, against_torch, title
 from fastmp.ops import OPS, topk_router
 from fastmp.ops.core.registry import compute_dtype
 
@@ -62,14 +62,12 @@ def router_case(
 
     eager = _eager_softmax if score == "softmax" else _eager_sigmoid
     inputs = (logits, k) if bias is None else (logits, bias, k)
-    with_compile = compiled(eager)
-    rivals = {OURS: ours, EAGER: lambda: eager(*inputs), COMPILE: lambda: with_compile(*inputs)}
     indices = torch.empty(tokens, k, dtype=torch.int32, device="meta")
     return Case(
         title(f"router {score} k={k}", (tokens, experts), dtype),
         (logits,),
         grads,
-        rivals,
+        against_torch(ours, eager, *inputs),
         OPS["topk_router"].traffic(logits, bias, k, score, 1, 1, False, 1.0, False),
         OPS["topk_router_backward"].traffic(*grads, logits, indices, score, False, 1.0),
     )
@@ -82,7 +80,6 @@ WORKLOADS = (
         router_case,
         cpu=((8192, 128, 8, "softmax"),),
         cuda=((8192, 128, 8, "softmax"), (8192, 8, 2, "softmax")),
-        rivals=(OURS, EAGER, COMPILE),
         tiny=(19, 16, 3, "softmax"),
     ),
     Workload(
@@ -90,7 +87,6 @@ WORKLOADS = (
         router_case,
         cpu=((8192, 256, 8, "sigmoid"),),
         cuda=((8192, 256, 8, "sigmoid"), (1024, 256, 8, "sigmoid")),
-        rivals=(OURS, EAGER, COMPILE),
         tiny=(19, 16, 3, "sigmoid"),
     ),
 )
@@ -117,7 +113,3 @@ def arguments(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, 
     grads = [torch.randn(s, device=device, generator=generator, dtype=wide) for s in shapes]
     indices = torch.rand(shape, device=device, generator=generator).argsort(-1)[:, :8].to(torch.int32)
     return *grads, logits, indices.contiguous(), "sigmoid", True, SCALE
-
-
-def test_router(compare, case, rival, direction):
-    compare(case(), rival, direction)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, title
+from benchmarks.cases import OURS, Case, CpuGoal, Workload, against_torch, title
 from fastmp.ops import OPS, scaled_masked_softmax
 
 SCALE = 0.125
@@ -38,17 +39,12 @@ def softmax_case(
     else:
         hidden = mask = torch.rand(batch, 1, 1, keys, device=device, generator=generator) < 0.25
         hidden[..., 0] = False
-    with_compile = compiled(_eager)
-    rivals = {
-        OURS: lambda: scaled_masked_softmax(x, mask, scale=SCALE, causal=causal),
-        EAGER: lambda: _eager(x, hidden),
-        COMPILE: lambda: with_compile(x, hidden),
-    }
+    ours = partial(scaled_masked_softmax, x, mask, scale=SCALE, causal=causal)
     return Case(
         title("softmax " + ("causal" if causal else "mask"), shape, dtype),
         (x,),
         grad,
-        rivals,
+        against_torch(ours, _eager, x, hidden),
         OPS["scaled_masked_softmax"].traffic(x, mask, SCALE, causal),
         OPS["scaled_masked_softmax_backward"].traffic(grad, x, SCALE, causal),
     )
@@ -66,7 +62,6 @@ WORKLOADS = (
             (4, 12, 2048, 2048, False),
             (1, 8, 512, 65536, False),
         ),
-        rivals=(OURS, EAGER, COMPILE),
         tiny=(2, 3, 5, 8, True),
     ),
 )
@@ -87,7 +82,3 @@ def arguments(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, 
     if op == "scaled_masked_softmax_backward":
         return grad, x, SCALE, False
     return x, torch.rand(shape[-1], device=device, generator=generator) < 0.25, SCALE, False
-
-
-def test_softmax(compare, case, rival, direction):
-    compare(case(), rival, direction)

@@ -38,10 +38,7 @@ def stash_case(rows: int, hidden: int, experts: int, ffn: int, dtype: torch.dtyp
         title("stashed_experts", (rows, hidden, experts, ffn), dtype),
         (x, layer.fc1, layer.fc2),
         grad,
-        {
-            OURS: lambda: stashed_experts(layer, x, offsets, stash, rows),
-            SAVED: lambda: layer(x, offsets),
-        },
+        {OURS: lambda: stashed_experts(layer, x, offsets, stash, rows), SAVED: lambda: layer(x, offsets)},
         held + 2 * x.nbytes,
         2 * held + 3 * x.nbytes,
         flops=(flops, 2 * flops),
@@ -110,7 +107,3 @@ def arguments(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, 
     if op == "stash_wgrad":
         return own
     return torch.zeros(experts, hidden, ffn, dtype=compute_dtype(dtype), device=device), *own
-
-
-def test_stash(compare, case, rival, direction):
-    compare(case(), rival, direction)

@@ -88,12 +88,7 @@ WORKLOADS = (
         train_case,
         cpu=((4, 256, 8, 32000, 128, 4),),
         cuda=((24, 1024, 16, 50304, 2048, 8), (24, 2048, 16, 50304, 2048, 4)),
-        rivals=(OURS, EAGER, COMPILE),
         directions=("step",),
         tiny=(2, 16, 2, 128, 8, 2),
     ),
 )
-
-
-def test_train(compare, case, rival, direction):
-    compare(case(), rival, direction)

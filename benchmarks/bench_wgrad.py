@@ -46,10 +46,7 @@ def wgrad_case(
         title("wgrad", (tokens, inputs, outputs), dtype),
         (total,),
         grad,
-        {
-            OURS: rival(lambda own: op(own, grad, x)),
-            EAGER: rival(lambda own: own.add_(grad.t() @ x)),
-        },
+        {OURS: rival(lambda own: op(own, grad, x)), EAGER: rival(lambda own: own.add_(grad.t() @ x))},
         op.traffic(total, grad, x),
         0,
         flops=(op.flops(total, grad, x), 0),
@@ -72,7 +69,3 @@ SHAPES = {
     "accumulate_weight_grad_": ((8192, 14336, 4096), (4096, 4096, 128256), (8192, 8192, 16032)),
     "few_rows_linear": ((1, 4096, 14336), (8, 4096, 14336)),
 }
-
-
-def test_wgrad(compare, case, rival, direction):
-    compare(case(), rival, direction)

@@ -25,7 +25,8 @@ from benchmarks.peers import CCE, LIGER, QUACK, TE
 
 __all__ = [
     "CCE", "COMPILE", "EAGER", "LIGER", "OURS", "QUACK", "TE", "TORCH",
-    "Case", "CpuGoal", "Workload", "compiled", "families", "is_first", "is_ours", "normal", "sweep", "title",
+    "Case", "CpuGoal", "Workload", "against_torch", "compiled", "families", "is_first",
+    "is_ours", "normal", "sweep", "title",
 ]  # fmt: skip
 
 OURS = "fastmp"
@@ -114,7 +115,7 @@ class Workload:
     make: Callable[..., Case]
     cpu: tuple[tuple, ...]
     cuda: tuple[tuple, ...]
-    rivals: tuple[str, ...] = (OURS, EAGER, COMPILE, LIGER)
+    rivals: tuple[str, ...] = (OURS, EAGER, COMPILE)
     directions: tuple[str, ...] = ("forward", "both")
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
     tiny: tuple | None = None
@@ -160,6 +161,12 @@ def compiled(function: Callable) -> Callable:
     """Return `function` under torch.compile with default options, specialised on its shapes."""
     torch.compiler.reset()  # else shapes after the eighth count as too many recompilations of one function
     return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def against_torch(ours: Callable[[], Any], eager: Callable, *inputs: Any) -> dict[str, Callable[[], Any]]:
+    """Return ours, and `eager` of the inputs as it is and under torch.compile."""
+    with_compile = compiled(eager)
+    return {OURS: ours, EAGER: lambda: eager(*inputs), COMPILE: lambda: with_compile(*inputs)}
 
 
 def normal(dtype: torch.dtype, device: str, seed: int) -> Callable[..., Tensor]:

@@ -149,12 +149,7 @@ class _Timed:
     """Times of rivals in turn with the references of `conditions`, and the states in their rounds."""
 
     def __init__(
-        self,
-        case: Case,
-        direction: str,
-        names: list[str],
-        conditions: Conditions | None,
-        dtype: torch.dtype,
+        self, case: Case, direction: str, names: list[str], conditions: Conditions | None, dtype: torch.dtype
     ) -> None:
         self.case, self.direction, self.names, self.conditions = case, direction, names, conditions
         self.references = {} if conditions is None else conditions.references(dtype)

@@ -42,10 +42,26 @@ def pytest_report_header(config):
     return f"fastmp: {which} on {DEVICE}; results so far are in {_results_path(config)}"
 
 
+class Family(pytest.Module):
+    """A bench_<family>.py. The test of its workloads is the same for all families, and made here."""
+
+    def collect(self):
+        def compared(compare, case, rival, direction):
+            compare(case(), rival, direction)
+
+        if getattr(self.obj, "WORKLOADS", ()):
+            setattr(self.obj, self.path.stem.replace("bench", "test", 1), compared)
+        return super().collect()
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    return Family.from_parent(parent, path=module_path) if module_path.name.startswith("bench_") else None
+
+
 def pytest_collect_file(file_path, parent):
     named = parent.session.isinitpath(file_path)  # on the command line: pytest collects it by itself
     if file_path.name.startswith("bench_") and file_path.suffix == ".py" and not named:
-        return pytest.Module.from_parent(parent, path=file_path)
+        return Family.from_parent(parent, path=file_path)
     return None
 
 

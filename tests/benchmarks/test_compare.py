@@ -196,9 +196,6 @@ def make(*arguments):
 
 SHAPES = ((8, 16, "tanh"), (8, 32, "tanh"))
 WORKLOADS = [Workload(name, make, SHAPES, (), (OURS, EAGER, LIGER)) for name in ("tiny", "second")]
-
-def test_tiny(compare, case, rival, direction):
-    compare(case(), rival, direction)
 """
 FORMS = """
 from benchmarks.bench_checkpoint import test_save  # pedantic rounds of a function

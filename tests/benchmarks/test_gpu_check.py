@@ -396,10 +396,7 @@ def test_the_sanitizer_is_run_and_understood(monkeypatch, tmp_path):
     memcheck, racecheck, initcheck = sanitizer.run(tmp_path, tmp_path, seconds=2)
     assert time.monotonic() - start < 30
     assert memcheck["errors"] == 1 and not memcheck["ok"]
-    assert memcheck["first"][:2] == [
-        "Invalid __global__ read of size 16 bytes",
-        "at stats_kernel+0x2f0",
-    ]
+    assert memcheck["first"][:2] == ["Invalid __global__ read of size 16 bytes", "at stats_kernel+0x2f0"]
     assert racecheck == {"tool": "racecheck", "errors": 0, "ok": True}
     assert not initcheck["ok"] and initcheck["raised"].startswith("out of time")
     monkeypatch.setattr(sanitizer, "find", lambda: None)

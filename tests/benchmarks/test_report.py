@@ -236,13 +236,7 @@ def test_goals_on_a_cpu_are_those_of_the_file(saved):
     what = "rms_norm [64, 64] float32 forward+backward, fastmp"
     assert rows == [
         ["CPU", what, "at least 4 x torch eager", "5.00", "met"],
-        [
-            "CPU",
-            what,
-            "at least 4 x torch eager, at most 0.05 of its extra memory",
-            "5.00, 0.100",
-            "missed",
-        ],
+        ["CPU", what, "at least 4 x torch eager, at most 0.05 of its extra memory", "5.00, 0.100", "missed"],
     ]
 
 

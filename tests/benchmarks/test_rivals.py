@@ -113,9 +113,7 @@ def flash_attn(q, k, v, *, causal, window_size=(-1, -1), cu_seqlens_q=None, **re
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"queries": 8}, {"window": 8}, {"length": 8}, {"window": 8, "sinks": True}],
-    ids=str,
+    "options", [{}, {"queries": 8}, {"window": 8}, {"length": 8}, {"window": 8, "sinks": True}], ids=str
 )
 def test_packages_of_attention_are_called_rightly(options, monkeypatch):
     call = bench_attention.Call(**{"tokens": 32, "queries": 32} | options)
