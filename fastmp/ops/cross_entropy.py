@@ -461,7 +461,7 @@ def cross_entropy(
         try:
             if 0 < size <= columns and reduction in (("none",) if known else REDUCTIONS):
                 divisor = checked_divisor("cross_entropy", target, size, ignore_index, reduction)
-                if known and input.requires_grad and torch.is_grad_enabled():
+                if known:
                     return _loss_and_grad.run(input, target, loss_grad, None, *options)
                 return _cross_entropy.run(input, target, None, None, 0, *options, grad_in_place, divisor)[0]
         except (RuntimeError, TypeError):
@@ -540,6 +540,8 @@ def _is_validated_by_kernel(logits: Tensor, target: Tensor, loss_grad: Tensor | 
     if logits.dim() != 2 or target.dtype != torch.int64 or not logits.is_contiguous():
         return False
     if loss_grad is not None:
+        if not (torch.is_grad_enabled() and logits.requires_grad):
+            return False  # no kernel would see it
         if loss_grad.dim() != 1 or loss_grad.requires_grad:
             return False
         if loss_grad.dtype != compute_dtype(logits.dtype):

@@ -6,7 +6,6 @@ each token (`loss_grad`); loss and gradient of a chunk then take one launch. Few
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from fastmp.ops.chunked_head import ALONE, HeadPass, LogitChunks, Shards, joined
 from fastmp.ops.chunked_loss import ChunkedLoss, check_head, opaque_passes, per_token
+from fastmp.ops.core.contracts import LARGEST
 from fastmp.ops.core.registry import compute_dtype
 from fastmp.ops.cross_entropy import check_options, cross_entropy
 from fastmp.ops.reduction import check_reduction, number_of_targets
@@ -117,7 +117,9 @@ _linear_cross_entropy = ChunkedLoss(
 )
 
 
-def _are_few(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> bool:
+def _are_few(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, loss_grad: Tensor | float | None
+) -> bool:
     """Return True if two ops, a GEMM and a loss, take less time: there CPU launch overhead dominates."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
@@ -128,7 +130,21 @@ def _are_few(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
     if not hidden.device == weight.device == target.device:
         return False
     fits = bias is None or (type(bias) in _PLAIN and bias.shape == weight.shape[:1])  # F.linear broadcasts it
+    if isinstance(loss_grad, Tensor):
+        fits = fits and loss_grad.shape == target.shape and loss_grad.device == target.device
+    elif loss_grad is not None:
+        fits = fits and isinstance(loss_grad, (int, float)) and -LARGEST <= loss_grad <= LARGEST
     return fits and 0 < hidden.shape[0] * weight.shape[0] <= _FEW_LOGITS
+
+
+def _check_loss(
+    name: str, dtype: torch.dtype, target: Tensor, label_smoothing: float, z_loss: float,
+    token_weight: Tensor | None, reduction: str, loss_grad: Tensor | float | None,
+) -> None:  # fmt: skip
+    check_options(
+        name, dtype, target, label_smoothing, z_loss, token_weight=token_weight, loss_grad=loss_grad
+    )
+    check_reduction(name, reduction, loss_grad)
 
 
 def linear_cross_entropy_of(
@@ -142,9 +158,7 @@ def linear_cross_entropy_of(
     """
     # 1. Check the arguments.
     head = check_head(name, shards, hidden, weight, target, ignore_index, vocab_size, workspace, bias)
-    per_token = {"token_weight": token_weight, "loss_grad": loss_grad}
-    check_options(name, head.rows.dtype, target, label_smoothing, z_loss, **per_token)
-    check_reduction(name, reduction, loss_grad)
+    _check_loss(name, head.rows.dtype, target, label_smoothing, z_loss, token_weight, reduction, loss_grad)
     dtype = compute_dtype(head.rows.dtype)
     # 2. A checkpoint runs the forward again, which would add to main_grad twice: leave it to the backward.
     if head.main_grad is not None and not torch.compiler.is_compiling():
@@ -227,9 +241,9 @@ def linear_cross_entropy(
     Hsu et al., "Liger Kernel", 2024 (arXiv 2410.10989); Wijmans et al., "Cut Your Losses", 2024 (2411.09009).
     """
     special = not (token_weight is None and vocab_size is None and workspace is None)
-    if not special and _are_few(hidden, weight, bias, target):
+    if not special and _are_few(hidden, weight, bias, target, loss_grad):
         known: Any = loss_grad
-        if isinstance(known, (float, int)) and math.isfinite(known):
+        if isinstance(known, (float, int)):
             dtype = compute_dtype(hidden.dtype)
             known = torch.full(target.shape, known, dtype=dtype, device=target.device)
         recorded = torch.is_grad_enabled()
@@ -240,7 +254,11 @@ def linear_cross_entropy(
                 label_smoothing=label_smoothing, z_loss=z_loss, loss_grad=known,
             )  # fmt: skip
         except (RuntimeError, TypeError, ValueError):
-            pass  # the checks of the arguments below say what is wrong
+            # a ValueError that says what is wrong, if an argument is
+            name = "linear_cross_entropy"
+            head = check_head(name, ALONE, hidden, weight, target, ignore_index, None, None, bias)
+            _check_loss(name, head.rows.dtype, target, label_smoothing, z_loss, None, reduction, loss_grad)
+            raise
     return linear_cross_entropy_of(
         ALONE, "linear_cross_entropy", hidden, weight, target, bias=bias, label_smoothing=label_smoothing,
         z_loss=z_loss, ignore_index=ignore_index, token_weight=token_weight, vocab_size=vocab_size,

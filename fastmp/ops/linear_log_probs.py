@@ -298,10 +298,10 @@ def linear_log_probs(
     """Log-probability of each target under softmax(hidden weight^T / temperature), and its entropy.
 
     Logits are computed for a chunk of tokens at a time and never materialised as a whole. The backward pass
-    recomputes them, for 8NVH FLOPs in all; if all fit into `workspace` and no entropy is asked for, the first
-    backward pass reuses them (6NVH). Arithmetic is in float32 (float64 for float64) from logits in the dtype
-    of hidden, or of autocast. The gradient of the weight is added to the parameter's `main_grad` if there is
-    one, as in `linear_cross_entropy`.
+    recomputes them, for 8NVH FLOPs in all; if all fit into `workspace` and no entropy is asked for, it reuses
+    them (6NVH), or a copy while the graph is retained. Arithmetic is in float32 (float64 for float64) from
+    logits in the dtype of hidden, or of autocast. The gradient of the weight is added to the parameter's
+    `main_grad` if there is one, as in `linear_cross_entropy`.
 
     Args:
         hidden: (..., H) float64, float32, bfloat16 or float16.

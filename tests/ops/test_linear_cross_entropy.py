@@ -465,6 +465,42 @@ def test_mistakes_are_named_with_both_values(change, message):
         linear_cross_entropy(**{**arguments, **change}, reduction="none")
 
 
+BAD_UPSTREAM = [float("nan"), float("inf"), 1e300, 10**400, torch.ones(3), torch.ones(4, requires_grad=True)]
+
+
+@pytest.mark.parametrize("workspace", [None, 1 << 20], ids=["few logits", "chunks"])
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize(
+    "loss_grad", BAD_UPSTREAM, ids=["nan", "inf", "1e300", "10^400", "shape", "gradient"]
+)
+def test_a_wrong_upstream_gradient_is_named_at_every_size(loss_grad, recorded, workspace):
+    hidden, weight = (torch.zeros(rows, 8, requires_grad=recorded) for rows in (4, 9))
+    with pytest.raises(ValueError, match=r"linear_cross_entropy: (expected )?loss_grad "):
+        linear_cross_entropy(
+            hidden,
+            weight,
+            torch.zeros(4).long(),
+            reduction="none",
+            loss_grad=loss_grad,
+            workspace=workspace,
+        )
+
+
+def test_an_error_of_the_caller_passes_through_few_logits():
+    """It is raised as it is, and what raised it is not called again."""
+    calls = []
+
+    def pack(tensor):
+        calls.append(tensor)
+        raise RuntimeError("no room")
+
+    hidden, weight = (torch.zeros(rows, 8, requires_grad=True) for rows in (4, 9))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with pytest.raises(RuntimeError, match=r"^no room$"):
+            linear_cross_entropy(hidden, weight, torch.zeros(4).long())
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("shape", [(0,), (9,), (8, 9)], ids=str)
 def test_a_main_gradient_has_the_shape_of_its_weight(shape):
     """A `main_grad` of no elements would lose the gradient without a word."""
