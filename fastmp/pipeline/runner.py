@@ -187,20 +187,22 @@ class Pipeline:
                 all_reduce_(torch.zeros(1, device=self.device), each)
 
     def _agree(self) -> None:
-        """Raise ValueError on all ranks if they were given different orders."""
+        """Raise ValueError on all ranks if they were given different orders, or the first stage no inputs."""
+        given_none: Sequence[bool] = [self.inputs is None] * self.size
         if self.group is not None:
             own = self.orders, [list(pairs) for pairs in self.pairs], self.stages.placement
             digest = hashlib.sha256(repr(own).encode()).digest()  # the orders may be megabytes
             everyones: list[Any] = [None] * self.size
-            dist.all_gather_object(everyones, (len(self.chunks), digest), group=self.group)
-            for name, values in zip(("numbers of chunks", "orders"), zip(*everyones, strict=True)):
+            dist.all_gather_object(everyones, (len(self.chunks), digest, given_none[0]), group=self.group)
+            *agreed, given_none = zip(*everyones, strict=True)
+            for name, values in zip(("numbers of chunks", "orders"), agreed, strict=True):
                 different = [rank for rank, value in enumerate(values) if value != values[0]]
                 if different:
                     shown = f": {list(values)}" if name != "orders" else ""
                     raise ValueError(f"Pipeline: ranks 0 and {different[0]} have different {name}{shown}")
         if len(self.orders) != self.size:
             raise ValueError(f"Pipeline: {len(self.orders)} orders for a group of {self.size} ranks")
-        if self.inputs is None and not self.loss_runs_chunk:
+        if given_none[self.stages.rank(0)] and not self.loss_runs_chunk:
             raise ValueError(f"Pipeline: inputs=None is for one stage, got {len(self.stages)}; pass inputs=")
 
     def train(
@@ -212,7 +214,8 @@ class Pipeline:
 
         Args:
             batches: one per microbatch of the orders; without `shared` only the ranks of the first and the
-                last stage read them. A function is called before each forward, and returns its batch.
+                last stage read them. A function is called before each forward of a chunk, on every rank, and
+                returns its batch.
             loss_grad: 0-dim upstream gradient of every loss, equal on all ranks; returned losses are not
                 scaled. None: 1.
 

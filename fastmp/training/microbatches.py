@@ -275,6 +275,8 @@ class MicrobatchRunner:
 
     def own_rows(self, counts: Tensor) -> Tensor:
         """Return the rows of `Sums.counts` of the layers of this rank."""
+        if len(self.pipeline.stages) == 1:
+            return counts
         rows = [] if self._rows is None else [self._rows[stage] for stage in self._stages()]
         return torch.cat([counts[:0], *(counts[each.start : each.stop] for each in rows)])
 
@@ -296,12 +298,13 @@ class MicrobatchRunner:
         return torch.stack(here).sum(0)
 
     def _expert_counts(self, result: PipelineResult) -> dict[tuple[int, int], Tensor]:
-        """Return the counts of experts by (microbatch, chunk); those of the loss count for the last chunk."""
-        last, counts = len(self.chunks) - 1, {}
+        """Return the counts of experts by (microbatch, chunk); the last chunk also has those of the loss."""
+        last = len(self.chunks) - 1
+        counts: dict[tuple[int, int], Tensor] = {}
         for (microbatch, chunk), stats in result.stats.items():
-            own = stats if chunk <= last else stats.counts
+            key, own = (microbatch, min(chunk, last)), stats if chunk <= last else stats.counts
             if own is not None:
-                counts[microbatch, min(chunk, last)] = own
+                counts[key] = torch.cat((counts[key], own)) if key in counts else own
         return counts
 
     def _stages(self) -> tuple[int, ...]:
@@ -314,6 +317,8 @@ class MicrobatchRunner:
         for chunk in range(len(self.chunks)):
             seen = [each for (_, number), each in counts.items() if number == chunk]
             own.append(torch.stack(seen).sum(0) if seen else None)
+        if len(self.pipeline.stages) == 1:
+            return own[0]
         if self._rows is None:
             self._rows, self._shape = self._agree_on_rows(own)
         if not self._shape[0]:

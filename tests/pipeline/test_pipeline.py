@@ -368,6 +368,23 @@ def test_ranks_that_disagree(what, message):
         raise ValueError(errors[0])
 
 
+def inputs_case(rank, world):
+    """Only the first stage calls `inputs`: the other rank may leave it out, and fails with the first."""
+    group = ParallelGroups.create(RankGrid(world_size=world, pp=world)).pp
+    orders, errors = Schedule(world, 4).orders(), []
+    for given_on in (0, 1):
+        inputs = first if rank == given_on else None
+        try:
+            Pipeline([Block(rank)], orders, group=group, inputs=inputs, loss=square)
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_the_first_stage_needs_inputs():
+    assert run_ranks(inputs_case, 2) == [["Pipeline: inputs=None is for one stage, got 2; pass inputs="]] * 2
+
+
 def test_wrong_arguments():
     with pytest.raises(ValueError, match="1 orders for a group of"):
         pipeline = make(ParallelGroups.alone(), 1, 2)
