@@ -178,7 +178,7 @@ def test_mistakes_show_in_some_order(mistake):
     assert wrong
 
 
-@jit
+@jit(dynamic="rank", fixed="num_ranks")
 def _come_without_release(epochs, peer_offsets, rank, num_ranks, RANKS: tl.constexpr):
     """A barrier whose atomics order nothing."""
     ranks = tl.arange(0, RANKS)
