@@ -71,7 +71,7 @@ def repeatable_backward(outputs: Sequence[Tensor], does_work: bool) -> Iterator[
     """
     nodes: list[Any] = list(nodes_behind(outputs))
     losses = [node for node in nodes if hasattr(node, "spent")]
-    saved = tuple(tensor for loss in losses for tensor in loss.saved_tensors)
+    saved = tuple(each for loss in losses for each in loss.saved_tensors if each is not None)
     rewinds = {id(each): each for node in nodes for each in getattr(node, "rewinds", ())}
     changed = (*saved, *rewinds.values()) if does_work else ()
     values = [tensor.clone() for tensor in changed]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch import nn
 from fastmp.cuda_graphs.backends.recording import RecordedGraph, RecordingBackend
 from fastmp.cuda_graphs.restore import repeatable_backward
 from fastmp.nn.segment import LayerChain
+from fastmp.ops.core import backends
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
 
@@ -144,3 +148,43 @@ def test_compiled_code_may_have_its_backward_captured():
     for _ in range(2):
         with repeatable_backward([y], does_work=True):
             y.sum().backward(retain_graph=True)
+
+
+WITHOUT_CPP = """
+import sys
+import torch
+torch.__version__ = type(torch.__version__)("2.99.0")
+from fastmp.apps.train_main import make_trainer
+from fastmp.config.recipe import load_recipe
+from fastmp.distributed.runtime import init
+from fastmp.ops.core import backends
+assert "this is 2.99.0" in backends.AUTOGRAD_ABSENT
+
+def losses(**graphs):
+    sizes = {"train": {"steps": 8, "run_dir": sys.argv[2], "eval_interval": 0, "global_batch_size": 4,
+        "stall_seconds": 0.0}, "data": {"micro_batch_size": 2, "seq_len": 32}, "checkpoint": {"interval": 0}}
+    recipe = load_recipe(sys.argv[1], {**sizes, "model": {"num_layers": 2}, "graphs": graphs})
+    torch.manual_seed(1)
+    trainer = make_trainer(recipe, runtime)[1]
+    found = [trainer.train_step().loss.item() for _ in range(4)]
+    assert not graphs or (trainer.graphs.num_graphs and trainer.graphs.failure is None)
+    trainer.close()
+    return found
+
+runtime = init()
+eager = losses()
+for scope in (None, ["full"], ["full_step"]):
+    assert losses(enabled=True, scope=scope) == eager, scope
+runtime.close()
+"""
+
+
+@pytest.mark.full
+def test_derivatives_in_python_are_captured_too(tmp_path):
+    """Those of a torch that the library was not compiled for; a fused loss may then have saved None."""
+    if backends.AUTOGRAD_ABSENT:
+        pytest.skip(backends.AUTOGRAD_ABSENT)
+    recipe = Path(__file__).parents[2] / "configs" / "moe-small.toml"
+    command = [sys.executable, "-c", WITHOUT_CPP, str(recipe), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
