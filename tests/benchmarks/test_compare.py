@@ -226,7 +226,8 @@ def pytest_of(folder, *options, **settings):
 @pytest.mark.full
 def test_a_run_that_is_killed_leaves_its_results(tmp_path):
     """And the time limit of tests is none of benchmarks."""
-    (tmp_path / "bench_tiny.py").write_text("import os, signal, time" + BENCH + KILLED)
+    (tmp_path / "bench_tiny.py").write_text(BENCH)
+    (tmp_path / "bench_unlucky.py").write_text("import os, signal, time" + KILLED)
     done = pytest_of(tmp_path)
     assert done.returncode == -signal.SIGKILL and "Timeout" not in done.stdout + done.stderr
     read = report.read(tmp_path / ".benchmarks" / "last.json")
