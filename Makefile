@@ -93,6 +93,7 @@ lint:
 	@$(SETUP) dev
 	$(VENV) -m ruff check .
 	$(VENV) -m ruff format --check .
+	.venv/bin/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 	$(VENV) -m mypy
 
 # The site in build/site, in an environment of its own, which has neither torch nor fastmp. A broken link is an error.

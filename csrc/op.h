@@ -1,7 +1,8 @@
 // Registration of kernels with the checks common to all ops, and errors that name the op.
 //
-// Raw calls of torch.ops.fastmp.* bypass the checks of fastmp/ops. `FASTMP_IMPL` checks that tensors are on the kernel's
-// device, have memory and do not overlap, and that numbers are finite; kernels themselves check shapes, dtypes and indices.
+// Raw calls of torch.ops.fastmp.* bypass the checks of fastmp/ops. `FASTMP_IMPL` checks that tensors are on the
+// kernel's device, have memory and do not overlap, and that numbers are finite; kernels themselves check shapes, dtypes
+// and indices.
 #pragma once
 
 #include "stable.h"
@@ -43,9 +44,9 @@ inline void check_same(const char* op, const char* name, const Tensor& tensor, c
 
 // Checks that `bias`, if present, has one element of x's dtype per column of x.
 inline void check_bias(const char* op, const std::optional<Tensor>& bias, const Tensor& x) {
-  FASTMP_CHECK(!bias || (bias->scalar_type() == x.scalar_type() && bias->dim() == 1 &&
-                         bias->size(0) == x.size(x.dim() - 1)),
-               op, ": x is ", described(x), ", which does not fit a bias of ", described(*bias));
+  FASTMP_CHECK(
+      !bias || (bias->scalar_type() == x.scalar_type() && bias->dim() == 1 && bias->size(0) == x.size(x.dim() - 1)), op,
+      ": x is ", described(x), ", which does not fit a bias of ", described(*bias));
 }
 
 inline bool same_layout(const Tensor& a, const Tensor& b) {
@@ -180,7 +181,8 @@ Argument argument_of(const Other&, bool) {
 
 // Checks that a number is finite in the dtype of arithmetic: float64 if a tensor of the op has it, else float32.
 inline void check_number(const char* op, size_t position, double value, const Argument* arguments, size_t count) {
-  if (std::abs(value) <= std::numeric_limits<float>::max()) [[likely]] return;
+  if (std::abs(value) <= std::numeric_limits<float>::max()) [[likely]]
+    return;
   const bool wide = std::any_of(arguments, arguments + count, [](const Argument& each) {
     return each.tensor && each.tensor->scalar_type() == ScalarType::Double;
   });
@@ -194,8 +196,8 @@ inline void check_number(const char* op, size_t position, const std::optional<do
 template <class Other>
 void check_number(const char*, size_t, const Other&, const Argument*, size_t) {}
 
-// Kernels take strings as std::string; torch passes a handle. Torch's own conversion (stableivalue_conversions.h of 2.13)
-// leaks a copy of the string, 48 bytes per call.
+// Kernels take strings as std::string; torch passes a handle. Torch's own conversion (stableivalue_conversions.h
+// of 2.13) leaks a copy of the string, 48 bytes per call.
 template <class Parameter>
 using Boxed = std::conditional_t<std::is_same_v<Parameter, std::string>, StringHandle, Parameter>;
 
@@ -256,9 +258,9 @@ struct Guarded<name, Result(Parameters...), function> {
 }  // namespace fastmp
 
 // Registers `function` as the kernel of `op`, in a STABLE_TORCH_LIBRARY_IMPL block.
-#define FASTMP_IMPL(library, op, function)                                                                    \
-  do {                                                                                                        \
-    static constexpr char kName[] = op;                                                                       \
-    using Guarded = fastmp::Guarded<kName, std::remove_pointer_t<decltype(&function)>, &function>;             \
-    library.impl(kName, TORCH_BOX(&Guarded::call));                                                           \
+#define FASTMP_IMPL(library, op, function)                                                         \
+  do {                                                                                             \
+    static constexpr char kName[] = op;                                                            \
+    using Guarded = fastmp::Guarded<kName, std::remove_pointer_t<decltype(&function)>, &function>; \
+    library.impl(kName, TORCH_BOX(&Guarded::call));                                                \
   } while (0)

@@ -51,8 +51,8 @@ void sum_rows(const Sum* in, T* out, int64_t num_rows, int64_t num_cols) {
   });
 }
 
-// sums (N,) = sum of the rows of `partials` (strips, N), float or double, first to last, rounded to the dtype of `sums`.
-// Threads share blocks of columns.
+// sums (N,) = sum of the rows of `partials` (strips, N), float or double, first to last, rounded to the dtype of
+// `sums`. Threads share blocks of columns.
 inline void sum_rows(const Tensor& partials, const Tensor& sums) {
   const int64_t num_rows = partials.size(0), num_cols = partials.size(1);
   dispatch_float(sums.scalar_type(), "sum_rows", [&](auto tag) {

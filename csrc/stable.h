@@ -42,9 +42,10 @@
 #endif
 
 // Throws fastmp::Error (RuntimeError in Python) with the streamed message and nothing else.
-#define FASTMP_CHECK(condition, ...)                                                  \
-  do {                                                                                \
-    if (!(condition)) [[unlikely]] throw fastmp::Error(fastmp::message(__VA_ARGS__)); \
+#define FASTMP_CHECK(condition, ...)                     \
+  do {                                                   \
+    if (!(condition)) [[unlikely]]                       \
+      throw fastmp::Error(fastmp::message(__VA_ARGS__)); \
   } while (0)
 
 namespace fastmp {
@@ -88,8 +89,8 @@ inline void advise_huge_pages(const Tensor& tensor) {
 #endif
 }
 
-// If true, outputs are allocated through torch's dispatcher, which fills them with NaN under torch.utils.deterministic, as
-// tests need (see memory.cpp), and takes 0.4 us longer.
+// If true, outputs are allocated through torch's dispatcher, which fills them with NaN under torch.utils.deterministic,
+// as tests need (see memory.cpp), and takes 0.4 us longer.
 inline std::atomic<bool> outputs_by_dispatcher{false};
 
 // Returns an uninitialised contiguous tensor on the device of `like`.
@@ -106,8 +107,8 @@ inline Tensor empty(IntHeaderOnlyArrayRef sizes, ScalarType dtype, const Tensor&
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
     const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
     AtenTensorHandle handle = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides, code, device,
-                                                    like.get_device_index(), &handle));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides, code,
+                                                    device, like.get_device_index(), &handle));
     Tensor out(handle);
     if (step * static_cast<int64_t>(sizeof(double)) >= kHugePageBytes) advise_huge_pages(out);
     return out;
@@ -158,16 +159,11 @@ inline ScalarType compute_dtype(ScalarType dtype) {
 template <class Bf16 = BFloat16, class Fp16 = Half, class Body>
 auto dispatch_float(ScalarType dtype, const char* op, const Body& body) {
   switch (dtype) {
-    case ScalarType::Float:
-      return body(TypeTag<float>{});
-    case ScalarType::Double:
-      return body(TypeTag<double>{});
-    case ScalarType::BFloat16:
-      return body(TypeTag<Bf16>{});
-    case ScalarType::Half:
-      return body(TypeTag<Fp16>{});
-    default:
-      throw Error(message(op, ": dtype must be float64, float32, bfloat16 or float16, got ", dtype_name(dtype)));
+    case ScalarType::Float: return body(TypeTag<float>{});
+    case ScalarType::Double: return body(TypeTag<double>{});
+    case ScalarType::BFloat16: return body(TypeTag<Bf16>{});
+    case ScalarType::Half: return body(TypeTag<Fp16>{});
+    default: throw Error(message(op, ": dtype must be float64, float32, bfloat16 or float16, got ", dtype_name(dtype)));
   }
 }
 

@@ -1,10 +1,11 @@
 // Calls of ops from Python, as the Python module that this library is.
 //
-// OpOverload._op, torch's own way into the dispatcher, examines each argument for overloads and overrides: 4 us for an op
-// of 11 arguments, which is more than many kernels take on the host. Ops are registered once and have no overloads, so
-// `caller(name, otherwise)` reads plain tensors and numbers by the schema, and hands any other call to `otherwise`.
+// OpOverload._op, torch's own way into the dispatcher, examines each argument for overloads and overrides: 4 us for an
+// op of 11 arguments, which is more than many kernels take on the host. Ops are registered once and have no overloads,
+// so `caller(name, otherwise)` reads plain tensors and numbers by the schema, and hands any other call to `otherwise`.
 //
-// `signature(*arguments)` is the key of a memoized check: properties of three tensors cost Python 3 us, and here 0.3 us.
+// `signature(*arguments)` is the key of a memoized check: properties of three tensors cost Python 3 us, and here 0.3
+// us.
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
@@ -46,8 +47,7 @@ class Caller {
     Stack stack;
     stack.reserve(arguments_.size());
     if (!read(given, count, stack)) return PyObject_Vectorcall(otherwise_, given, count, nullptr);
-    HANDLE_TH_ERRORS
-    {
+    HANDLE_TH_ERRORS {
       pybind11::gil_scoped_release others_run;
       op_.callBoxed(stack);
     }
@@ -103,8 +103,7 @@ class Caller {
         stack.emplace_back(std::string(text, size));
         return true;
       }
-      default:
-        return false;
+      default: return false;
     }
   }
 
@@ -148,8 +147,8 @@ PyObject* caller(PyObject*, PyObject* arguments) {
   END_HANDLE_TH_ERRORS
 }
 
-// Returns the arguments as a tuple, and at its end, as bytes, the place, dtype, device and shape of each tensor, in place
-// of which there is None. Returns None if a tensor is not plain: a subclass, nested, or of symbolic sizes.
+// Returns the arguments as a tuple, and at its end, as bytes, the place, dtype, device and shape of each tensor, in
+// place of which there is None. Returns None if a tensor is not plain: a subclass, nested, or of symbolic sizes.
 PyObject* signature(PyObject*, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   THPObjectPtr key(PyTuple_New(count + 1));
@@ -163,7 +162,8 @@ PyObject* signature(PyObject*, PyObject* const* given, Py_ssize_t count) {
       const at::Tensor& tensor = THPVariable_Unpack(argument);
       if (tensor.is_nested() || tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) Py_RETURN_NONE;
       const c10::Device device = tensor.device();
-      const int64_t kind = int64_t(tensor.scalar_type()) << 24 | int64_t(device.type()) << 16 | uint16_t(device.index());
+      const int64_t kind =
+          int64_t(tensor.scalar_type()) << 24 | int64_t(device.type()) << 16 | uint16_t(device.index());
       described.push_back(int64_t(i) << 48 | tensor.dim() << 32 | kind);
       for (int64_t size : tensor.sizes()) described.push_back(size);
       argument = Py_None;
@@ -182,14 +182,21 @@ PyObject* signature(PyObject*, PyObject* const* given, Py_ssize_t count) {
 
 PyMethodDef kFunctions[] = {
     {"caller", caller, METH_VARARGS,
-     "caller(name, otherwise): return a function that calls op `name` with plain arguments, and `otherwise` with others."},
+     "caller(name, otherwise): return a function that calls op `name` with plain arguments, else `otherwise`."},
     {"signature", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(signature)), METH_FASTCALL,
      "signature(*arguments): return a hashable key of plain tensors and other arguments, or None."},
     {},
 };
 
-PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_C_autograd", "Calls and derivatives of ops.", -1, kFunctions,
-                       nullptr, nullptr, nullptr, nullptr};
+PyModuleDef kModule = {PyModuleDef_HEAD_INIT,
+                       "_C_autograd",
+                       "Calls and derivatives of ops.",
+                       -1,
+                       kFunctions,
+                       nullptr,
+                       nullptr,
+                       nullptr,
+                       nullptr};
 
 }  // namespace
 

@@ -329,8 +329,7 @@ class Recorder final : public c10::OperatorKernel {
     if (in_place) return torch::autograd::set_history(written.tensors.at(0).second, handle);
     const size_t num_outputs = op.schema().returns().size();
     const c10::ArrayRef<IValue> outputs(stack->data() + stack->size() - num_outputs, num_outputs);
-    for (int64_t output : formula->differentiable)
-      torch::autograd::set_history(outputs[output].toTensor(), handle);
+    for (int64_t output : formula->differentiable) torch::autograd::set_history(outputs[output].toTensor(), handle);
     for (const auto& [input, tensor] : written.tensors) add_output(tensor, handle);
     node.save_outputs(outputs, written);
   }
@@ -361,8 +360,8 @@ class Recorder final : public c10::OperatorKernel {
                       " is a view; pass out.detach()");
   }
 
-  // Makes an overwritten tensor, or the base of the view that it is, one more output of the node: a later use of it sends
-  // a gradient there, which is an error. Compilers functionalise the op and need no such output.
+  // Makes an overwritten tensor, or the base of the view that it is, one more output of the node: a later use of it
+  // sends a gradient there, which is an error. Compilers functionalise the op and need no such output.
   static void add_output(const at::Tensor& written, const Handle& node) {
     const auto* view = torch::autograd::impl::get_view_autograd_meta(written);
     const at::Tensor& base = view && view->has_bw_view() ? view->get_backward_view().base_ : written;

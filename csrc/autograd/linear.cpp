@@ -1,5 +1,5 @@
-// linear with the weight gradient accumulated into `main_grad`, as an autograd node: no Python runs in either direction.
-// fastmp/ops/wgrad.py documents it, and implements it in Python for installs without this library.
+// linear with the weight gradient accumulated into `main_grad`, as an autograd node: no Python runs in either
+// direction. fastmp/ops/wgrad.py documents it, and implements it in Python for installs without this library.
 #include "autograd/node.h"
 
 #include <ATen/OpMathType.h>

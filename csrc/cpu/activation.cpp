@@ -115,7 +115,8 @@ void bias_gelu_backward_tile(const GeluTile& tile) {
 namespace fastmp {
 namespace {
 
-void check_arguments(const char* op, const Tensor& x, const std::optional<Tensor>& bias, const std::string& approximate) {
+void check_arguments(const char* op, const Tensor& x, const std::optional<Tensor>& bias,
+                     const std::string& approximate) {
   FASTMP_CHECK(approximate == "tanh" || approximate == "none", op, ": approximate must be 'tanh' or 'none', got '",
                approximate, "'");
   FASTMP_CHECK(x.dim() > 0, op, ": x must have at least one dimension");

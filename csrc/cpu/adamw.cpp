@@ -56,8 +56,8 @@ FASTMP_INLINE words load_signed(const BFloat16* p, int64_t count) {
   return (words)((ints)bits_of(load(p, count, 0)) >> 16);
 }
 
-// Calls step(i, count, noise) for the vectors of a span. noise has one random word per element: for offset j, word j % 4
-// of the Philox output for counter j / 4.
+// Calls step(i, count, noise) for the vectors of a span. noise has one random word per element: for offset j, word j %
+// 4 of the Philox output for counter j / 4.
 template <class Step>
 FASTMP_INLINE void for_noisy_vectors(const AdamwSpan& span, const Step& step) {
   using Whole = std::integral_constant<int64_t, kFloats>;
@@ -182,12 +182,9 @@ double number(const Tensor& tensor, const char* name) {
   const void* data = tensor.const_data_ptr();
   switch (tensor.scalar_type()) {
     case ScalarType::Bool:
-    case ScalarType::Byte:
-      return *static_cast<const uint8_t*>(data);
-    case ScalarType::Int:
-      return *static_cast<const int32_t*>(data);
-    case ScalarType::Long:
-      return static_cast<double>(*static_cast<const int64_t*>(data));
+    case ScalarType::Byte: return *static_cast<const uint8_t*>(data);
+    case ScalarType::Int: return *static_cast<const int32_t*>(data);
+    case ScalarType::Long: return static_cast<double>(*static_cast<const int64_t*>(data));
     default:
       return dispatch_float(tensor.scalar_type(), kOp, [&](auto tag) {
         return static_cast<double>(*static_cast<const typename decltype(tag)::type*>(data));
@@ -269,9 +266,8 @@ class Groups {
 void adamw(Tensor& param, const Tensor& grad, Tensor& exp_avg, Tensor& exp_avg_sq, Tensor& step,
            std::optional<Tensor>& out, std::optional<Tensor> lr_tensor, std::optional<Tensor> inv_scale,
            std::optional<Tensor> clip_coefficient, std::optional<Tensor> found_inf, double lr, double beta1,
-           double beta2, double eps, double weight_decay, std::optional<Tensor> groups,
-           std::optional<Tensor> group_lr, std::optional<Tensor> group_decay, int64_t first,
-           std::optional<Tensor>& remainder, int64_t seed) {
+           double beta2, double eps, double weight_decay, std::optional<Tensor> groups, std::optional<Tensor> group_lr,
+           std::optional<Tensor> group_decay, int64_t first, std::optional<Tensor>& remainder, int64_t seed) {
   const ScalarType type = remainder ? ScalarType::Float : param.scalar_type();
   const ScalarType average_type = exp_avg.scalar_type();
   const auto is_narrow = [&](const Tensor& t) {
@@ -280,10 +276,9 @@ void adamw(Tensor& param, const Tensor& grad, Tensor& exp_avg, Tensor& exp_avg_s
   };
   const bool noisy = type == ScalarType::Float && average_type == ScalarType::BFloat16;
   check_buffer(param, "param", param, true);
-  FASTMP_CHECK(remainder ? param.scalar_type() == ScalarType::BFloat16
-                         : type == ScalarType::Float || type == ScalarType::Double,
-               kOp, ": param must be float32 or float64, or bfloat16 with a remainder, got ",
-               dtype_name(param.scalar_type()));
+  FASTMP_CHECK(
+      remainder ? param.scalar_type() == ScalarType::BFloat16 : type == ScalarType::Float || type == ScalarType::Double,
+      kOp, ": param must be float32 or float64, or bfloat16 with a remainder, got ", dtype_name(param.scalar_type()));
   check_buffer(grad, "grad", param, grad.scalar_type() == type || is_narrow(grad));
   check_buffer(exp_avg, "exp_avg", param, average_type == type || noisy);
   check_buffer(exp_avg_sq, "exp_avg_sq", param, true);

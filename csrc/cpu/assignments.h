@@ -11,7 +11,7 @@
 
 namespace fastmp {
 
-constexpr int64_t kGrainBytes = 65536;  // what a thread moves at the least
+constexpr int64_t kGrainBytes = 65536;                 // what a thread moves at the least
 constexpr int64_t kStreamedBytes = int64_t{16} << 20;  // outputs from this size on do not stay in the caches
 
 // Tokens that keep a thread busy.

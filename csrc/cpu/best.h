@@ -1,7 +1,7 @@
 // The k largest keys of a row, in order, with ties to the lower index.
 //
-// The best k so far are kept in order. A vector is skipped if none of its lanes beats the last of them, as in nearly all
-// vectors.
+// The best k so far are kept in order. A vector is skipped if none of its lanes beats the last of them, as in nearly
+// all vectors.
 #pragma once
 
 #include "simd.h"

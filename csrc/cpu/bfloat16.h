@@ -1,5 +1,5 @@
-// bfloat16 GEMM units of x86 processors, summed in fp32: the matrix unit (AMX), in tiles of 16 x 16, and dot products of
-// pairs (AVX512_BF16). Both flush numbers below 2^-126 to zero.
+// bfloat16 GEMM units of x86 processors, summed in fp32: the matrix unit (AMX), in tiles of 16 x 16, and dot products
+// of pairs (AVX512_BF16). Both flush numbers below 2^-126 to zero.
 //
 // Inline assembly needs no compiler flag; `has_amx` and `has_dot_products` say at run time whether it may run.
 // FASTMP_AMX is defined where they can exist.
@@ -43,12 +43,12 @@ inline bool has_dot_products() {
   return there;
 }
 
-#define FASTMP_TILE_ZERO(c) __asm__ volatile("tilezero %%tmm" #c ::)
+#define FASTMP_TILE_ZERO(c) __asm__ volatile("tilezero %%tmm" #c::)
 #define FASTMP_TILE_LOAD(c, p, stride) \
-  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #c ::"r"(p), "r"(static_cast<int64_t>(stride)) : "memory")
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #c::"r"(p), "r"(static_cast<int64_t>(stride)) : "memory")
 #define FASTMP_TILE_STORE(c, p, stride) \
   __asm__ volatile("tilestored %%tmm" #c ", (%0,%1,1)" ::"r"(p), "r"(static_cast<int64_t>(stride)) : "memory")
-#define FASTMP_TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+#define FASTMP_TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
 
 // 16 x 16 transpose of 32-bit elements, in place. (With full masks: GCC warns of what its own plain forms leave open.)
 FASTMP_INLINE void transpose(__m512i (&r)[16]) {
@@ -83,9 +83,9 @@ FASTMP_INLINE void transpose(__m512i (&r)[16]) {
   }
 }
 
-// 16 outer indices and 32 terms as one tile: [outer][term] for the left operand, [pair of terms][outer][2] for the right
-// one (`pairs_first`). Element (o, t) of `from` is at o * outer + t * term; zeros beyond `outers` and `terms`. The first
-// `lines` vectors of the tile are stored, `pitch` elements apart.
+// 16 outer indices and 32 terms as one tile: [outer][term] for the left operand, [pair of terms][outer][2] for the
+// right one (`pairs_first`). Element (o, t) of `from` is at o * outer + t * term; zeros beyond `outers` and `terms`.
+// The first `lines` vectors of the tile are stored, `pitch` elements apart.
 FASTMP_INLINE void pack_tile(const BFloat16* from, int64_t outer, int64_t term, int64_t outers, int64_t terms,
                              bool pairs_first, BFloat16* out, int64_t lines = 16, int64_t pitch = 32) {
   __m512i r[16];

@@ -120,7 +120,8 @@ void for_rows(const Kernel& kernel, const Rows* grad, const Rows& x, const Tenso
     ClampedRows rows{};
     rows.num_rows = end - begin, rows.num_pairs = x.num_cols / 2;
     rows.x_pitch = x.pitch, rows.x = at(x.tensor.const_data_ptr(), begin * x.pitch, itemsize);
-    if (grad) rows.grad_pitch = grad->pitch, rows.grad = at(grad->tensor.const_data_ptr(), begin * grad->pitch, itemsize);
+    if (grad)
+      rows.grad_pitch = grad->pitch, rows.grad = at(grad->tensor.const_data_ptr(), begin * grad->pitch, itemsize);
     rows.out = const_cast<char*>(at(out.mutable_data_ptr(), begin * out_pitch, itemsize));
     rows.alpha = alpha, rows.limit = limit, rows.dtype = x.tensor.scalar_type();
     kernel(rows);

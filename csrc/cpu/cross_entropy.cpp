@@ -32,15 +32,13 @@ struct Exponentials {
   int64_t stride;
 };
 
-FASTMP_DECLARE(
-  template <typename T, typename A>
-  void stats(const T* logits, const int64_t* target, A* out, Shard shard, bool with_sum, const Exponentials<A>* kept,
-             int64_t begin, int64_t end);
-  template <typename T, typename A>
-  void grad(const T* logits, T* out, const int64_t* target, const A* merged, const A* grad_loss, const A* token_weight,
-            Shard shard, int64_t out_stride, GradOptions options, const Exponentials<A>* kept, int64_t begin,
-            int64_t end);
-)
+FASTMP_DECLARE(template <typename T, typename A>
+               void stats(const T* logits, const int64_t* target, A* out, Shard shard, bool with_sum,
+                          const Exponentials<A>* kept, int64_t begin, int64_t end);
+               template <typename T, typename A>
+               void grad(const T* logits, T* out, const int64_t* target, const A* merged, const A* grad_loss,
+                         const A* token_weight, Shard shard, int64_t out_stride, GradOptions options,
+                         const Exponentials<A>* kept, int64_t begin, int64_t end);)
 
 namespace FASTMP_ISA {
 
@@ -188,7 +186,8 @@ void grad_row(const T* x, T* out, int64_t count, Row<A> row) {
       store_pair<kNan>(out + k * stream + i, {row.gradient(pair.first), row.gradient(pair.second)});
     }
   }
-  for (int64_t i = kWays * stream; i < count; i += kLanes) store(out + i, row.gradient(load(x + i, count - i, 0)), count - i);
+  for (int64_t i = kWays * stream; i < count; i += kLanes)
+    store(out + i, row.gradient(load(x + i, count - i, 0)), count - i);
 }
 
 // The same from exponentials that stats_row kept: no second exponential, and the row's constants are finite.
@@ -246,9 +245,9 @@ void grad(const T* logits, T* out, const int64_t* target, const A* merged, const
   }
 }
 
-#define FASTMP_INSTANTIATE(T, A)                                                                                     \
-  template void stats(const T*, const int64_t*, A*, Shard, bool, const Exponentials<A>*, int64_t, int64_t);          \
-  template void grad(const T*, T*, const int64_t*, const A*, const A*, const A*, Shard, int64_t, GradOptions,        \
+#define FASTMP_INSTANTIATE(T, A)                                                                              \
+  template void stats(const T*, const int64_t*, A*, Shard, bool, const Exponentials<A>*, int64_t, int64_t);   \
+  template void grad(const T*, T*, const int64_t*, const A*, const A*, const A*, Shard, int64_t, GradOptions, \
                      const Exponentials<A>*, int64_t, int64_t);
 FASTMP_INSTANTIATE(float, float)
 FASTMP_INSTANTIATE(double, double)
@@ -263,8 +262,8 @@ FASTMP_INSTANTIATE(Half, float)
 namespace {
 
 constexpr int64_t kGroupBytes = 1 << 17;  // of logits that stay in a core's cache between two passes
-constexpr int64_t kMostRows = 64;  // in a group
-constexpr int64_t kPadding = 16;  // a multiple of every vector's lanes
+constexpr int64_t kMostRows = 64;         // in a group
+constexpr int64_t kPadding = 16;          // a multiple of every vector's lanes
 
 void check_options(const char* op, double label_smoothing, double z_loss) {
   FASTMP_CHECK(label_smoothing >= 0 && label_smoothing <= 1, op, ": expected 0 <= label_smoothing <= 1, got ",
@@ -291,7 +290,8 @@ Tensor cross_entropy_stats(Tensor logits, Tensor target, int64_t vocab_start, in
   return out;
 }
 
-// Loss, and maximum and sum of exponentials, of tokens [begin, end) out of `tokens` from their statistics in all shards.
+// Loss, and maximum and sum of exponentials, of tokens [begin, end) out of `tokens` from their statistics in all
+// shards.
 template <typename A>
 void merge_tokens(const A* stats, int64_t shards, int64_t tokens, bool with_sum, const int64_t* target, const A* weight,
                   const GradOptions& options, A* loss, A* merged, int64_t begin, int64_t end) {
@@ -330,12 +330,12 @@ std::tuple<Tensor, Tensor> cross_entropy_merge(Tensor stats, Tensor target, std:
   FASTMP_CHECK(vocab_size > 0, op, ": expected a positive vocab_size, got ", vocab_size);
   check_options(op, label_smoothing, z_loss);
   FASTMP_CHECK(stats.dim() == 3 && (stats.size(2) == 5 || (stats.size(2) == 3 && label_smoothing == 0)), op,
-               ": stats must be (P, N, 3), or (P, N, 5) with label smoothing, got ", stats.dim(), " dimensions, the last ",
-               stats.dim() ? stats.size(stats.dim() - 1) : 0);
+               ": stats must be (P, N, 3), or (P, N, 5) with label smoothing, got ", stats.dim(),
+               " dimensions, the last ", stats.dim() ? stats.size(stats.dim() - 1) : 0);
   const int64_t shards = stats.size(0), tokens = stats.size(1), width = stats.size(2);
   const ScalarType dtype = stats.scalar_type();
-  FASTMP_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Double, op, ": stats must be float32 or float64, got ",
-               dtype_name(dtype));
+  FASTMP_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Double, op,
+               ": stats must be float32 or float64, got ", dtype_name(dtype));
   stats = torch::stable::contiguous(stats);
   target = per_token(op, "target", target, tokens, ScalarType::Long);
   if (token_weight) token_weight = per_token(op, "token_weight", *token_weight, tokens, dtype);
@@ -428,16 +428,16 @@ std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits, Tensor target, st
   return {loss, merged};
 }
 
-void launch_grad(const char* op, const Tensor& logits, const Tensor& out, Tensor target, Tensor merged, Tensor grad_loss,
-                 std::optional<Tensor> token_weight, int64_t vocab_start, const GradOptions& options,
+void launch_grad(const char* op, const Tensor& logits, const Tensor& out, Tensor target, Tensor merged,
+                 Tensor grad_loss, std::optional<Tensor> token_weight, int64_t vocab_start, const GradOptions& options,
                  std::optional<double> divisor) {
   check_options(op, options.label_smoothing, options.z_loss);
   const Shard shard = local_shard(op, logits, vocab_start, options.vocab_size);
   const int64_t tokens = logits.size(0);
   const ScalarType dtype = compute_dtype(logits.scalar_type());
   target = per_token(op, "target", target, tokens, ScalarType::Long);
-  FASTMP_CHECK(merged.dim() == 2 && merged.size(0) == tokens && merged.size(1) == 2 && merged.scalar_type() == dtype, op,
-               ": merged must be ", dtype_name(dtype), " (", tokens, ", 2), got ", described(merged));
+  FASTMP_CHECK(merged.dim() == 2 && merged.size(0) == tokens && merged.size(1) == 2 && merged.scalar_type() == dtype,
+               op, ": merged must be ", dtype_name(dtype), " (", tokens, ", 2), got ", described(merged));
   merged = torch::stable::contiguous(merged);
   if (divisor) {
     FASTMP_CHECK(grad_loss.dim() == 0 && grad_loss.scalar_type() == dtype, op, ": with a divisor grad_loss must be ",
@@ -465,9 +465,9 @@ void launch_grad(const char* op, const Tensor& logits, const Tensor& out, Tensor
   });
 }
 
-Tensor cross_entropy_grad(Tensor logits, Tensor target, Tensor merged, Tensor grad_loss, std::optional<Tensor> token_weight,
-                          int64_t vocab_start, int64_t vocab_size, int64_t ignore_index, double label_smoothing,
-                          double z_loss, std::optional<double> divisor) {
+Tensor cross_entropy_grad(Tensor logits, Tensor target, Tensor merged, Tensor grad_loss,
+                          std::optional<Tensor> token_weight, int64_t vocab_start, int64_t vocab_size,
+                          int64_t ignore_index, double label_smoothing, double z_loss, std::optional<double> divisor) {
   FASTMP_CHECK(logits.dim() == 2, "cross_entropy_grad: logits must be (N, V), got ", logits.dim(), " dimensions");
   Tensor out = empty({logits.size(0), logits.size(1)}, logits.scalar_type(), logits);
   launch_grad("cross_entropy_grad", logits, out, target, merged, grad_loss, token_weight, vocab_start,
@@ -475,9 +475,9 @@ Tensor cross_entropy_grad(Tensor logits, Tensor target, Tensor merged, Tensor gr
   return out;
 }
 
-void cross_entropy_grad_(Tensor& logits, Tensor target, Tensor merged, Tensor grad_loss, std::optional<Tensor> token_weight,
-                         int64_t vocab_start, int64_t vocab_size, int64_t ignore_index, double label_smoothing,
-                         double z_loss, std::optional<double> divisor) {
+void cross_entropy_grad_(Tensor& logits, Tensor target, Tensor merged, Tensor grad_loss,
+                         std::optional<Tensor> token_weight, int64_t vocab_start, int64_t vocab_size,
+                         int64_t ignore_index, double label_smoothing, double z_loss, std::optional<double> divisor) {
   launch_grad("cross_entropy_grad_", logits, logits, target, merged, grad_loss, token_weight, vocab_start,
               {vocab_size, ignore_index, label_smoothing, z_loss}, divisor);
 }
@@ -520,7 +520,8 @@ Tensor cross_entropy_loss_grad_(Tensor& logits, Tensor target, Tensor loss_grad,
         // First pass over the group, from memory; second pass, from the cache.
         stats_of(some, ids + first, own, shard, with_sum, kept, 0, rows);
         merge_tokens(own, 1, rows, with_sum, ids + first, weights, options, losses + first, merged, 0, rows);
-        grad_of(some, some, ids + first, merged, upstream + first, weights, shard, shard.row_stride, options, kept, 0, rows);
+        grad_of(some, some, ids + first, merged, upstream + first, weights, shard, shard.row_stride, options, kept, 0,
+                rows);
       }
     });
   });

@@ -1,7 +1,7 @@
 // bias_dropout_add and its backward on the CPU.
 //
-// Threads share tiles of at most 64 rows and 8192 columns; the bias gradient is summed as in activation.cpp. The mask is
-// defined in fastmp/ops/dropout.py: word i % 4 of Philox(i / 4) for element i.
+// Threads share tiles of at most 64 rows and 8192 columns; the bias gradient is summed as in activation.cpp. The mask
+// is defined in fastmp/ops/dropout.py: word i % 4 of Philox(i / 4) for element i.
 #include "op.h"
 #include "philox.h"
 #include "rows.h"
@@ -18,7 +18,7 @@ constexpr int64_t kDropTileCols = 8192;
 // A tile (num_rows, num_cols) of all tensors; pitches are in elements. Element (row, col) has index
 // first + row * width + col in the whole tensor.
 struct DropTile {
-  const void* x;  // null in the backward
+  const void* x;         // null in the backward
   const void* bias;      // (num_cols,), or null
   const void* residual;  // the gradient in the backward
   void* out;             // y or dx
@@ -252,8 +252,8 @@ Tensor bias_dropout_add(const Tensor& x, std::optional<Tensor> bias, const Tenso
   return y;
 }
 
-std::tuple<Tensor, Tensor> bias_dropout_add_backward(const Tensor& grad, double p, const Tensor& seed,
-                                                     ScalarType dtype, bool with_bias) {
+std::tuple<Tensor, Tensor> bias_dropout_add_backward(const Tensor& grad, double p, const Tensor& seed, ScalarType dtype,
+                                                     bool with_bias) {
   const DropTile shared = describe("bias_dropout_add_backward", dtype, grad, p, seed);
   Tensor dx = fastmp::empty(grad.sizes(), dtype, grad);
   Tensor dbias = fastmp::empty({with_bias ? grad.size(grad.dim() - 1) : 0}, dtype, grad);

@@ -2,9 +2,9 @@
 // this process' memory or in maps that other processes share, and a barrier of epochs.
 //
 // Tokens are spread over the threads; a row belongs to one assignment, so it has one writer. A rank's signal pad is
-// atomics that peers store to (release) and it waits for (acquire): writes before a signal are visible after it. Rows are
-// made by the same code as those of permute.cpp, so sums have the same bits. The semantics are those of the references in
-// fastmp/ops/exchange_reference.py.
+// atomics that peers store to (release) and it waits for (acquire): writes before a signal are visible after it. Rows
+// are made by the same code as those of permute.cpp, so sums have the same bits. The semantics are those of the
+// references in fastmp/ops/exchange_reference.py.
 #include "op.h"
 #include "assignments.h"
 #include "rows.h"
@@ -24,8 +24,9 @@
 namespace fastmp {
 
 // Tokens [begin, end) with `num_slots` assignments each, whose rows of `num_cols` elements are in the half `rows`
-// (capacity, row_pitch) of this rank's buffer, and at the same place of the peers', `peer_offsets[d * num_peers + p]` bytes further. y (token, slot,
-// num_cols) has no gaps; it, `probs` and `dprobs` may be null. `tokens` are read by a push, written by a pull.
+// (capacity, row_pitch) of this rank's buffer, and at the same place of the peers', `peer_offsets[d * num_peers + p]`
+// bytes further. y (token, slot, num_cols) has no gaps; it, `probs` and `dprobs` may be null. `tokens` are read by a
+// push, written by a pull.
 struct PeerRun {
   const int64_t* peer_offsets;
   const int32_t* where;
@@ -220,9 +221,7 @@ char* half_of(const Tensor& view, int64_t epoch) {
 }
 
 char* next_half(const Tensor& view, const Tensor& epochs) { return half_of(view, next_epoch(epochs)); }
-char* latest_half(const Tensor& view, const Tensor& epochs) {
-  return half_of(view, next_epoch(epochs) - int64_t{1});
-}
+char* latest_half(const Tensor& view, const Tensor& epochs) { return half_of(view, next_epoch(epochs) - int64_t{1}); }
 
 template <class T>
 T* further(T* pointer, int64_t bytes) {
@@ -271,8 +270,8 @@ void signal_and_wait(const char* op, Tensor& epochs, const int64_t* peer_offsets
     const int32_t reached = wait_for(own[other], epoch, deadline);
     FASTMP_CHECK(static_cast<int32_t>(static_cast<uint32_t>(reached) - static_cast<uint32_t>(epoch)) >= 0, op,
                  ": rank ", other, " has not come to exchange ", epoch, " within ", timeout,
-                 " s: the last one it came to is ", reached,
-                 "; find out why rank ", other, " is late (fastmp hang RUN_DIR), or raise the timeout");
+                 " s: the last one it came to is ", reached, "; find out why rank ", other,
+                 " is late (fastmp hang RUN_DIR), or raise the timeout");
   }
   own[num_ranks] = epoch;  // the exchange is now the latest one
 }
@@ -417,15 +416,15 @@ Tensor exchange_push(const Tensor& x, const Tensor& given_where, std::optional<T
     return tensor.scalar_type() == run.dtype && tensor.size(0) == where.size(0) &&
            tensor.size(tensor.dim() - 1) == run.num_cols;
   };
-  FASTMP_CHECK(x.dim() == 2 && fits(x) && run.num_cols <= run.row_pitch, kOp, ": expected x of ", dtype_name(run.dtype), " (", where.size(0),
-               ", at most ", run.row_pitch, ") for rows ", described(rows), " and where ", described(where), ", got ",
-               described(x));
+  FASTMP_CHECK(x.dim() == 2 && fits(x) && run.num_cols <= run.row_pitch, kOp, ": expected x of ", dtype_name(run.dtype),
+               " (", where.size(0), ", at most ", run.row_pitch, ") for rows ", described(rows), " and where ",
+               described(where), ", got ", described(x));
   FASTMP_CHECK(!y || (probs && y->dim() == 3 && y->size(1) == run.num_slots && fits(*y)), kOp, ": y ",
                y ? described(*y) : "", " does not fit rows ", described(rows), " and where ", described(where),
                ", or there are no probs");
   const ScalarType wide = compute_dtype(run.dtype);
-  const Tensor dprobs = y ? fastmp::empty(where.sizes(), wide, x)
-                          : fastmp::empty({0}, probs ? wide : ScalarType::Float, x);
+  const Tensor dprobs =
+      y ? fastmp::empty(where.sizes(), wide, x) : fastmp::empty({0}, probs ? wide : ScalarType::Float, x);
   if (where.numel() == 0) return dprobs;
   if (run.num_cols == 0) {
     if (dprobs.numel()) std::memset(dprobs.mutable_data_ptr(), 0, dprobs.numel() * dprobs.element_size());
@@ -489,9 +488,8 @@ Tensor exchange_take(const Tensor& rows, const Tensor& epochs, const Tensor& off
   if (out.numel() == 0) return out;
   char* to = static_cast<char*>(out.mutable_data_ptr());
   copy_rows(to, latest_half(rows, epochs), filled, num_cols, rows.size(2), rows);
-  parallel_for(filled, rows.size(1), token_grain(1, row_bytes), [&](int64_t begin, int64_t end) {
-    std::memset(to + begin * row_bytes, 0, (end - begin) * row_bytes);
-  });
+  parallel_for(filled, rows.size(1), token_grain(1, row_bytes),
+               [&](int64_t begin, int64_t end) { std::memset(to + begin * row_bytes, 0, (end - begin) * row_bytes); });
   return out;
 }
 

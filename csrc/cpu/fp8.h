@@ -16,8 +16,8 @@ namespace fastmp {
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 constexpr uint8_t kFp8Nan = 0x7f;  // of both formats
 
-// A format: stored significand bits, exponent bias, exponent of the largest number, its float32 bits (1.75 times a power
-// of two), and the first magnitude that is no number.
+// A format: stored significand bits, exponent bias, exponent of the largest number, its float32 bits (1.75 times a
+// power of two), and the first magnitude that is no number.
 struct E4m3 {
   static constexpr int kSignificand = 3, kBias = 7, kTop = 8;
   static constexpr uint32_t kLargest = 0x43e00000u, kSpecial = 0x7f;
@@ -243,7 +243,8 @@ struct BlockScale {
       std::fill_n(q, count, kFp8Nan);
       return;
     }
-    for (int64_t i = 0; i < count; i += kFloats) store_bytes(q + i, fp8_bytes<Format>(load_float(x + i) * first * second));
+    for (int64_t i = 0; i < count; i += kFloats)
+      store_bytes(q + i, fp8_bytes<Format>(load_float(x + i) * first * second));
   }
 };
 

@@ -12,7 +12,8 @@ void dequantize_panel(const Operand& operand, int64_t first, int64_t count, int6
   const Scales& scales = operand.scales;
   for (int64_t i = first; i < first + count; ++i, out += terms) {
     const auto* q = static_cast<const uint8_t*>(operand.data) + i * operand.outer;
-    const Scale* scale = static_cast<const Scale*>(scales.data) + (scales.first + i) / scales.outer_block * scales.outer_pitch;
+    const Scale* scale =
+        static_cast<const Scale*>(scales.data) + (scales.first + i) / scales.outer_block * scales.outer_pitch;
     for (int64_t t = 0; t < terms; t += scales.term_block, scale += scales.term_pitch) {
       dequantize<Format>(q + t, scales.term_block, scale_of(*scale), out + t);
     }

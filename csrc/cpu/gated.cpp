@@ -160,7 +160,9 @@ struct Parts {
   int64_t up_start;  // column of tensor `up` at which up begins
 
   Parts(const Tensor& x, const std::optional<Tensor>& given)
-      : gate(x), up(given ? Rows(*given) : gate), num_cols(given ? gate.num_cols : gate.num_cols / 2),
+      : gate(x),
+        up(given ? Rows(*given) : gate),
+        num_cols(given ? gate.num_cols : gate.num_cols / 2),
         up_start(given ? 0 : num_cols) {}
 };
 
@@ -171,9 +173,9 @@ void check_arguments(const char* op, const Tensor& x, const std::optional<Tensor
   if (!up) return check_bias(op, bias, x);
   FASTMP_CHECK(up->scalar_type() == x.scalar_type() && same_sizes(*up, x), op, ": gate is ", described(x),
                ", which does not fit up, ", described(*up));
-  FASTMP_CHECK(!bias || (bias->scalar_type() == x.scalar_type() && bias->dim() == 1 &&
-                         bias->size(0) == 2 * x.size(x.dim() - 1)),
-               op, ": gate and up are ", described(x), ", which does not fit a bias of ", described(*bias));
+  FASTMP_CHECK(
+      !bias || (bias->scalar_type() == x.scalar_type() && bias->dim() == 1 && bias->size(0) == 2 * x.size(x.dim() - 1)),
+      op, ": gate and up are ", described(x), ", which does not fit a bias of ", described(*bias));
 }
 
 // Outputs of a kernel: y, or the gradients of gate and up, with one pitch.
@@ -226,8 +228,7 @@ void for_tiles(const Kernel& kernel, const Rows* grad, const Parts& parts, const
 
 char* bytes(const Tensor& tensor) { return static_cast<char*>(tensor.mutable_data_ptr()); }
 
-Tensor gated_activation(const Tensor& x, std::optional<Tensor> bias, std::string activation,
-                        std::optional<Tensor> up) {
+Tensor gated_activation(const Tensor& x, std::optional<Tensor> bias, std::string activation, std::optional<Tensor> up) {
   constexpr const char* kOp = "gated_activation";
   check_arguments(kOp, x, up, bias);
   const Form form = form_of(kOp, activation);

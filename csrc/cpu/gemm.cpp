@@ -45,10 +45,9 @@ FASTMP_DECLARE(void gemm_block(const GemmDesc&, Scratch&);)
 namespace FASTMP_ISA {
 
 // A unit multiplies a strip of kRows rows and a panel of kCols columns, both packed, over up to kTermBlock terms, and
-// adds to the sums of the terms before. It packs kStrips strips at a time, and kTermUnit terms together; zeros pad rows,
-// columns and terms. VectorUnit multiplies in lanes; MatrixUnit (tiles) and PairUnit (pairs of terms) multiply bfloat16,
-// see bfloat16.h.
-// Operands come unpacked as a pointer and (outer, term), see Operand.
+// adds to the sums of the terms before. It packs kStrips strips at a time, and kTermUnit terms together; zeros pad
+// rows, columns and terms. VectorUnit multiplies in lanes; MatrixUnit (tiles) and PairUnit (pairs of terms) multiply
+// bfloat16, see bfloat16.h. Operands come unpacked as a pointer and (outer, term), see Operand.
 template <class T>
 struct VectorUnit {
   using Stored = T;
@@ -102,9 +101,8 @@ struct VectorUnit {
     Packed line[kAll + kLanes];
     for (int64_t t = 0; t < terms; ++t) {
       std::fill(line + rows, line + kAll, Packed(0));
-      for_vectors<kLanes>(rows, [&](int64_t i, auto count) FASTMP_LAMBDA {
-        store(line + i, load(a + t * term + i, count, 0), count);
-      });
+      for_vectors<kLanes>(
+          rows, [&](int64_t i, auto count) FASTMP_LAMBDA { store(line + i, load(a + t * term + i, count, 0), count); });
       for (int64_t strip = 0; strip < kStrips; ++strip) {
         std::memcpy(out + (strip * terms + t) * kRows, line + strip * kRows, kRows * sizeof(Packed));
       }
@@ -221,7 +219,8 @@ void multiply_block(const GemmDesc& gemm, Scratch& scratch) {
   T* dequantized = reinterpret_cast<T*>(sums + kRows * pitch);
   const Unit unit{};
   const auto pack = [&](const void* b, int64_t first, P* out) {
-    if (!fp8_cols) return unit.pack_columns(static_cast<const T*>(b), gemm.b.outer, gemm.b.term, gemm.cols, gemm.terms, out);
+    if (!fp8_cols)
+      return unit.pack_columns(static_cast<const T*>(b), gemm.b.outer, gemm.b.term, gemm.cols, gemm.terms, out);
     for (int64_t col = 0; col < gemm.cols; col += kCols) {
       const int64_t here = std::min(kCols, gemm.cols - col);
       dequantize_panel(gemm.b, first + col, here, gemm.terms, dequantized);

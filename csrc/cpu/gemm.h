@@ -9,8 +9,8 @@
 
 namespace fastmp {
 
-// Scales of blocks of an FP8 operand. That of element (outer, term) lies at (first + outer) / outer_block * outer_pitch +
-// term / term_block * term_pitch, and is a float32 for blocks of 128 terms, a biased exponent for blocks of 32.
+// Scales of blocks of an FP8 operand. That of element (outer, term) lies at (first + outer) / outer_block * outer_pitch
+// + term / term_block * term_pitch, and is a float32 for blocks of 128 terms, a biased exponent for blocks of 32.
 struct Scales {
   const void* data = nullptr;  // null: the operand is not FP8
   int64_t outer_pitch = 0, term_pitch = 0, outer_block = 1, term_block = 1, first = 0;
@@ -29,8 +29,8 @@ enum class Epilogue { kStore, kAdd, kActivate, kGate };
 
 // A GEMM of `rows` x `cols` with `terms`, beginning where `a` and `b` do; kGate has as many columns again, at `up`.
 // `out`, `kept` (or null; the pre-activation) and `bias` (or null) point to the first element or column; those of `up`
-// are `up_offset` elements further in `kept` and `bias`. `few`: too few rows to pack the right operand for. FP8 operands
-// are dequantised to `dtype` before they are packed.
+// are `up_offset` elements further in `kept` and `bias`. `few`: too few rows to pack the right operand for. FP8
+// operands are dequantised to `dtype` before they are packed.
 struct GemmDesc {
   Operand a, b;
   const void* up;

@@ -15,15 +15,14 @@ namespace {
 
 // Multiplies rows of x by the weight of their expert, through the epilogue; kept (or null): the pre-activation; sum
 // (or null): the result that kAdd adds to.
-Tensor grouped_gemm(const char* op, const Tensor& x, const Tensor& w, std::optional<Tensor> bias,
-                    const Tensor& offsets, bool transposed, Epilogue epilogue, Form form, const Tensor* kept,
-                    const Tensor* sum = nullptr) {
+Tensor grouped_gemm(const char* op, const Tensor& x, const Tensor& w, std::optional<Tensor> bias, const Tensor& offsets,
+                    bool transposed, Epilogue epilogue, Form form, const Tensor* kept, const Tensor* sum = nullptr) {
   const bool gated = epilogue == Epilogue::kGate;
   const int64_t columns = w.size(transposed ? 2 : 1), cols = gated ? columns / 2 : columns;
   FASTMP_CHECK(x.size(1) == w.size(transposed ? 1 : 2) && offsets.numel() == w.size(0) && (!gated || columns % 2 == 0),
                op, ": shapes do not fit");
-  FASTMP_CHECK(!bias || (bias->scalar_type() == x.scalar_type() && bias->dim() == 2 &&
-                         bias->size(0) == w.size(0) && bias->size(1) == columns),
+  FASTMP_CHECK(!bias || (bias->scalar_type() == x.scalar_type() && bias->dim() == 2 && bias->size(0) == w.size(0) &&
+                         bias->size(1) == columns),
                op, ": bias must be ", dtype_name(x.scalar_type()), " (", w.size(0), ", ", columns, ")");
   Tensor y = sum ? *sum : fastmp::empty({x.size(0), cols}, x.scalar_type(), x);
   const Tensor left = along_rows(x), right = along_rows(w);
@@ -62,8 +61,8 @@ Tensor grouped_mm_bias(const Tensor& x, const Tensor& w, const Tensor& bias, con
 }
 
 // x w[e]^T + bias[e] + low v[e]^T, the second GEMM added to the result of the first.
-Tensor grouped_mm_lora(const Tensor& x, const Tensor& w, std::optional<Tensor> bias, const Tensor& low,
-                       const Tensor& v, const Tensor& offsets, bool transposed, bool v_transposed) {
+Tensor grouped_mm_lora(const Tensor& x, const Tensor& w, std::optional<Tensor> bias, const Tensor& low, const Tensor& v,
+                       const Tensor& offsets, bool transposed, bool v_transposed) {
   constexpr const char* kOp = "grouped_mm_lora";
   check_operands(kOp, x, w, 2, 3);
   check_operands(kOp, low, v, 2, 3);
@@ -86,7 +85,7 @@ std::tuple<Tensor, Tensor> grouped_mlp_in(const Tensor& x, const Tensor& w, std:
 }
 
 void grouped_wgrad(const char* op, const Tensor& out, const Tensor& grad, const Tensor& x, const Tensor& offsets,
-                     Epilogue epilogue) {
+                   Epilogue epilogue) {
   check_operands(op, grad, x, 2, 2);
   FASTMP_CHECK(out.dim() == 3 && grad.size(0) == x.size(0) && out.size(0) == offsets.numel() &&
                    out.size(1) == grad.size(1) && out.size(2) == x.size(1),

@@ -22,13 +22,12 @@ struct DistillationRows {
   A beta;
 };
 
-FASTMP_DECLARE(
-  template <typename T, typename A>
-  void distillation_sums(const T* logits, DistillationRows<T, A> rows, A* out, Shard shard, int64_t begin, int64_t end);
-  template <typename T, typename A>
-  void distillation_grad(T* logits, DistillationRows<T, A> rows, const A* kl_p, const A* grad_loss, Shard shard,
-                         int64_t begin, int64_t end);
-)
+FASTMP_DECLARE(template <typename T, typename A>
+               void distillation_sums(const T* logits, DistillationRows<T, A> rows, A* out, Shard shard, int64_t begin,
+                                      int64_t end);
+               template <typename T, typename A>
+               void distillation_grad(T* logits, DistillationRows<T, A> rows, const A* kl_p, const A* grad_loss,
+                                      Shard shard, int64_t begin, int64_t end);)
 
 namespace FASTMP_ISA {
 
@@ -142,8 +141,8 @@ void distillation_sums(const T* logits, DistillationRows<T, A> rows, A* out, Sha
                    : rows.beta == 1 ? distillation_sums_row<Divergence::kReverse, T, A>
                                     : distillation_sums_row<Divergence::kMixture, T, A>;
   for (int64_t row = begin; row < end; ++row) {
-    one(logits + row * shard.row_stride, rows.teacher + row * rows.teacher_stride, RowNormaliser<A>(rows, row), rows.beta,
-        shard.real, out + 2 * row);
+    one(logits + row * shard.row_stride, rows.teacher + row * rows.teacher_stride, RowNormaliser<A>(rows, row),
+        rows.beta, shard.real, out + 2 * row);
   }
 }
 
@@ -180,14 +179,14 @@ void distillation_grad(T* logits, DistillationRows<T, A> rows, const A* kl_p, co
   for (int64_t row = begin; row < end; ++row) {
     T* x = logits + row * shard.row_stride;
     const RowNormaliser<A> normaliser(rows, row);
-    one(x, rows.teacher + row * rows.teacher_stride, normaliser, rows.beta, kl_p[row], grad_loss[row] * normaliser.scale,
-        shard.real);
+    one(x, rows.teacher + row * rows.teacher_stride, normaliser, rows.beta, kl_p[row],
+        grad_loss[row] * normaliser.scale, shard.real);
     std::fill(x + shard.real, x + shard.columns, T(0));  // padding columns
   }
 }
 
-#define FASTMP_INSTANTIATE(T, A)                                                                                    \
-  template void distillation_sums(const T*, DistillationRows<T, A>, A*, Shard, int64_t, int64_t);                   \
+#define FASTMP_INSTANTIATE(T, A)                                                                  \
+  template void distillation_sums(const T*, DistillationRows<T, A>, A*, Shard, int64_t, int64_t); \
   template void distillation_grad(T*, DistillationRows<T, A>, const A*, const A*, Shard, int64_t, int64_t);
 FASTMP_INSTANTIATE(float, float)
 FASTMP_INSTANTIATE(double, double)
@@ -219,8 +218,8 @@ Shard checked(const char* op, const Tensor& logits, const Tensor& teacher_logits
 }
 
 template <typename T, typename A>
-DistillationRows<T, A> rows_of(const Tensor& teacher_logits, const Tensor& normalisers, const std::optional<Tensor>& scale,
-                               double beta) {
+DistillationRows<T, A> rows_of(const Tensor& teacher_logits, const Tensor& normalisers,
+                               const std::optional<Tensor>& scale, double beta) {
   return {teacher_logits.const_data_ptr<T>(), teacher_logits.stride(0), normalisers.const_data_ptr<A>(),
           scale ? scale->const_data_ptr<A>() : nullptr, static_cast<A>(beta)};
 }

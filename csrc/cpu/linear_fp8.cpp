@@ -22,12 +22,13 @@ void check_fp8(const char* op, const Tensor& q, const Tensor& s, const Tensor& w
   const int64_t block = block_of(op, s);
   FASTMP_CHECK(block_of(op, w_scale) == block, op, ": s and w_scale must have one dtype");
   const int64_t dims = experts ? 3 : 2;
-  FASTMP_CHECK(q.dim() == 2 && s.dim() == 2 && w.dim() == dims && w_scale.dim() == dims, op, ": q, s, w and w_scale have ",
-               q.dim(), ", ", s.dim(), ", ", w.dim(), " and ", w_scale.dim(), " dimensions");
+  FASTMP_CHECK(q.dim() == 2 && s.dim() == 2 && w.dim() == dims && w_scale.dim() == dims, op,
+               ": q, s, w and w_scale have ", q.dim(), ", ", s.dim(), ", ", w.dim(), " and ", w_scale.dim(),
+               " dimensions");
   const int64_t k = q.size(1), n = w.size(dims - 2);
   FASTMP_CHECK(w.size(dims - 1) == k && k % block == 0 && n % block == 0 && s.size(0) == q.size(0) &&
-                   s.size(1) == k / block && w_scale.size(dims - 2) == n / block && w_scale.size(dims - 1) == k / block &&
-                   w_scale.size(0) == (experts ? w.size(0) : n / block),
+                   s.size(1) == k / block && w_scale.size(dims - 2) == n / block &&
+                   w_scale.size(dims - 1) == k / block && w_scale.size(0) == (experts ? w.size(0) : n / block),
                op, ": scales in blocks of ", block, " do not fit q ", described(q), " and w ", described(w));
   FASTMP_CHECK(!experts || offsets->numel() == w.size(0), op, ": offsets are ", described(*offsets), " but w is ",
                described(w));

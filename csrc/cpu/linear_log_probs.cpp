@@ -1,10 +1,10 @@
 // Log-probabilities and entropies from logits on the CPU: shard statistics and the gradient, in place
 // (see fastmp/ops/linear_log_probs.py).
 //
-// A thread takes whole rows. The statistics read a row once: sums are relative to the highest logit so far, and rescaled
-// where a group of vectors exceeds it, which is rare: one test a vector would take longer than the exponentials. Next to the
-// GEMMs of hidden states and weight these passes take little time, so they walk a row in one place. Logits are scaled as
-// differences, so that the highest is 0 exactly, fused or not.
+// A thread takes whole rows. The statistics read a row once: sums are relative to the highest logit so far, and
+// rescaled where a group of vectors exceeds it, which is rare: one test a vector would take longer than the
+// exponentials. Next to the GEMMs of hidden states and weight these passes take little time, so they walk a row in one
+// place. Logits are scaled as differences, so that the highest is 0 exactly, fused or not.
 #include "cpu/simd.h"
 
 #include <algorithm>
@@ -15,7 +15,8 @@
 
 namespace fastmp {
 
-// Arguments of the gradient, one number a token each. Null scale: 1; null entropy: only log-probabilities have a gradient.
+// Arguments of the gradient, one number a token each. Null scale: 1; null entropy: only log-probabilities have a
+// gradient.
 template <typename A>
 struct LogProbRows {
   const int64_t* target;
@@ -23,13 +24,11 @@ struct LogProbRows {
   int64_t vocab_size, ignore_index;
 };
 
-FASTMP_DECLARE(
-  template <typename T, typename A>
-  void log_prob_stats(const T* logits, const int64_t* target, const A* scale, A* out, Shard shard, bool with_entropy,
-                      int64_t begin, int64_t end);
-  template <typename T, typename A>
-  void log_prob_grad(T* logits, LogProbRows<A> rows, Shard shard, int64_t begin, int64_t end);
-)
+FASTMP_DECLARE(template <typename T, typename A>
+               void log_prob_stats(const T* logits, const int64_t* target, const A* scale, A* out, Shard shard,
+                                   bool with_entropy, int64_t begin, int64_t end);
+               template <typename T, typename A>
+               void log_prob_grad(T* logits, LogProbRows<A> rows, Shard shard, int64_t begin, int64_t end);)
 
 namespace FASTMP_ISA {
 
@@ -48,11 +47,12 @@ void log_prob_stats_row(const T* x, int64_t real, A scale, A* out) {
   using V = lanes_of<T>;
   constexpr int kLanes = num_lanes<V>;
   constexpr A kLowest = -std::numeric_limits<A>::infinity();
-  constexpr int kGroup = 4;  // vectors
+  constexpr int kGroup = 4;                                    // vectors
   V top = broadcast<V>(kLowest), base{}, total{}, weighted{};  // base: top, or 0 where that is -inf; lanes are equal
   // 1. A logit exceeds the highest so far: rescale both sums. In `weighted` every term changes by gap * exponential.
   const auto admit = [&](V logits) FASTMP_LAMBDA {
-    if (!any_greater(logits, top)) [[likely]] return;
+    if (!any_greater(logits, top)) [[likely]]
+      return;
     const V higher = broadcast<V>(max(max(logits, top)));
     if (top[0] != kLowest) {
       const A gap = (top[0] - higher[0]) * scale;
@@ -136,7 +136,7 @@ void log_prob_grad(T* logits, LogProbRows<A> rows, Shard shard, int64_t begin, i
   }
 }
 
-#define FASTMP_INSTANTIATE(T, A)                                                                              \
+#define FASTMP_INSTANTIATE(T, A)                                                                       \
   template void log_prob_stats(const T*, const int64_t*, const A*, A*, Shard, bool, int64_t, int64_t); \
   template void log_prob_grad(T*, LogProbRows<A>, Shard, int64_t, int64_t);
 FASTMP_INSTANTIATE(float, float)
@@ -199,9 +199,15 @@ void log_probs_grad_(Tensor& logits, Tensor target, Tensor top, Tensor log_total
     using A = Accumulator<T>;
     const auto kernel = FASTMP_BEST(log_prob_grad<T, A>);
     T* x = logits.mutable_data_ptr<T>();
-    const LogProbRows<A> rows{target.const_data_ptr<int64_t>(), top.const_data_ptr<A>(), log_total.const_data_ptr<A>(),
-                              grad_log_prob.const_data_ptr<A>(), data_of<A>(entropy), data_of<A>(grad_entropy),
-                              data_of<A>(scale), vocab_size, ignore_index};
+    const LogProbRows<A> rows{target.const_data_ptr<int64_t>(),
+                              top.const_data_ptr<A>(),
+                              log_total.const_data_ptr<A>(),
+                              grad_log_prob.const_data_ptr<A>(),
+                              data_of<A>(entropy),
+                              data_of<A>(grad_entropy),
+                              data_of<A>(scale),
+                              vocab_size,
+                              ignore_index};
     parallel_for(0, tokens, grain_of(shard.columns),
                  [&](int64_t begin, int64_t end) { kernel(x, rows, shard, begin, end); });
   });

@@ -1,9 +1,9 @@
 // rms_norm, layer_norm and their backward passes on the CPU.
 //
-// Rows are processed four at a time: the first pass has several memory streams, later passes hit the caches, and weight,
-// bias and partial sums are loaded once per four rows. In the backward each strip of rows sums the weight and bias
-// gradients into one row of partial sums, and `sum_rows` adds the strips in order. Strips depend on the shape alone, so
-// results do not depend on the number of threads. 16-bit types are computed in fp32 and rounded once.
+// Rows are processed four at a time: the first pass has several memory streams, later passes hit the caches, and
+// weight, bias and partial sums are loaded once per four rows. In the backward each strip of rows sums the weight and
+// bias gradients into one row of partial sums, and `sum_rows` adds the strips in order. Strips depend on the shape
+// alone, so results do not depend on the number of threads. 16-bit types are computed in fp32 and rounded once.
 // Reference: fastmp/ops/norm.py.
 #include "fp8.h"
 #include "norm.h"
@@ -274,11 +274,10 @@ std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad, const st
   }
   const Rows rows(total), grad_rows(grad), grad_total_rows(grad_total ? *grad_total : grad);
   const int64_t num_stats = centred ? 2 : 1;
-  FASTMP_CHECK(stats.scalar_type() == compute_dtype(dtype) && stats.is_contiguous() &&
-                   stats.numel() == rows.num_rows * num_stats && stats.dim() == total.dim() &&
-                   stats.size(0) == num_stats,
-               op, ": stats are ", described(stats), ", but there are ", num_stats, " for each of ", rows.num_rows,
-               " rows");
+  FASTMP_CHECK(
+      stats.scalar_type() == compute_dtype(dtype) && stats.is_contiguous() &&
+          stats.numel() == rows.num_rows * num_stats && stats.dim() == total.dim() && stats.size(0) == num_stats,
+      op, ": stats are ", described(stats), ", but there are ", num_stats, " for each of ", rows.num_rows, " rows");
   const Tensor wide_weight = widened(weight, dtype);
   const int64_t strips = (rows.num_rows + strip_rows(rows.num_rows) - 1) / strip_rows(rows.num_rows);
   const Tensor partials = fastmp::empty({strips, num_sums * num_cols}, compute_dtype(dtype), total);

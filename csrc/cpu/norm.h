@@ -14,8 +14,8 @@ namespace fastmp {
 constexpr int64_t kStripRows = 64;
 constexpr int64_t kMaxStrips = 256;
 
-// A strip of rows; pitches are in elements. x, residual, grad, grad_total, total and y (or dx) are in `dtype`, all others
-// in the compute type. `residual`, `bias` and `grad_total` may be null. In the backward x is total and y is dx.
+// A strip of rows; pitches are in elements. x, residual, grad, grad_total, total and y (or dx) are in `dtype`, all
+// others in the compute type. `residual`, `bias` and `grad_total` may be null. In the backward x is total and y is dx.
 // `first_row` is the strip's place in the tensor.
 struct NormStrip {
   const void *x, *residual, *grad, *grad_total;

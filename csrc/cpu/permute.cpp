@@ -166,9 +166,8 @@ std::tuple<Tensor, Tensor> permutation(const Tensor& given, int64_t num_experts)
 
 void check_assignments(const char* op, const Tensor& tokens, const Tensor& row_of, const Tensor* probs,
                        ScalarType dtype) {
-  FASTMP_CHECK(row_of.dim() == 2 && row_of.scalar_type() == ScalarType::Int, op,
-               ": row_of must be int32 (T, k), got ", dtype_name(row_of.scalar_type()), " of ", row_of.dim(),
-               " dimensions");
+  FASTMP_CHECK(row_of.dim() == 2 && row_of.scalar_type() == ScalarType::Int, op, ": row_of must be int32 (T, k), got ",
+               dtype_name(row_of.scalar_type()), " of ", row_of.dim(), " dimensions");
   FASTMP_CHECK(tokens.dim() == 2, op, ": expected a matrix, got ", tokens.dim(), " dimensions");
   dispatch_float(dtype, op, [](auto) {});
   if (!probs) return;
@@ -255,7 +254,8 @@ void copy_quantized(const QuantizedRows& from, const QuantizedRows& out, int64_t
   const auto copy = [&](auto tag) {
     using Scale = typename decltype(tag)::type;
     const auto* s = static_cast<const Scale*>(from.s);
-    for (int64_t i = 0; i < out.num_cols / out.block; ++i) static_cast<Scale*>(row.s)[i * out.s_col] = s[i * from.s_col];
+    for (int64_t i = 0; i < out.num_cols / out.block; ++i)
+      static_cast<Scale*>(row.s)[i * out.s_col] = s[i * from.s_col];
   };
   out.block == 128 ? copy(TypeTag<float>{}) : copy(TypeTag<uint8_t>{});
 }
@@ -290,7 +290,8 @@ std::tuple<Tensor, Tensor> permute_quantized(const Tensor& x, std::optional<Tens
   QuantizedRows from = out;
   if (scales) {
     from.q = static_cast<uint8_t*>(const_cast<void*>(tokens.tensor.const_data_ptr())), from.q_pitch = tokens.pitch;
-    from.s = const_cast<void*>(scales->const_data_ptr()), from.s_row = scales->stride(0), from.s_col = scales->stride(1);
+    from.s = const_cast<void*>(scales->const_data_ptr()), from.s_row = scales->stride(0),
+    from.s_col = scales->stride(1);
   }
   const int64_t num_slots = row_of.size(1), itemsize = static_cast<int64_t>(x.element_size());
   parallel_for(0, x.size(0), token_grain(num_slots, out.num_cols), [&](int64_t begin, int64_t end) {
@@ -356,8 +357,8 @@ void unpermute_into(const Tensor& y, const Tensor& row_of, std::optional<Tensor>
 void check_residual(const char* op, const Tensor& y, const Tensor& row_of, const std::optional<Tensor>& probs,
                     const Tensor& residual) {
   check_assignments(op, y, row_of, probs ? &*probs : nullptr, y.scalar_type());
-  FASTMP_CHECK(residual.scalar_type() == y.scalar_type() && residual.dim() == 2 &&
-                   residual.size(0) == row_of.size(0) && residual.size(1) == y.size(1),
+  FASTMP_CHECK(residual.scalar_type() == y.scalar_type() && residual.dim() == 2 && residual.size(0) == row_of.size(0) &&
+                   residual.size(1) == y.size(1),
                op, ": residual ", described(residual), " fits neither y ", described(y), " nor row_of ",
                described(row_of));
 }

@@ -1,8 +1,8 @@
 // Philox-4x32-10, a counter-based random number generator (Salmon et al. 2011). Key and counter as in
 // fastmp/ops/core/philox.py.
 //
-// A block of words is computed in registers with one counter per 64-bit lane. The lower half of a lane is the operand of
-// the 32 x 32-bit multiplier; the upper half holds the rest of the last product and is ignored.
+// A block of words is computed in registers with one counter per 64-bit lane. The lower half of a lane is the operand
+// of the 32 x 32-bit multiplier; the upper half holds the rest of the last product and is ignored.
 #pragma once
 
 #include "simd.h"

@@ -107,7 +107,8 @@ void quantize_blocks(const QuantizedWeight& w) {
       // 2. Quantise the rows, then transpose their bytes.
       for (int64_t r = 0; r < w.block; ++r) scale.quantize(x + r * w.x_pitch, w.block, q + r * w.num_cols);
       for (int64_t r = 0; r < w.block; r += 16) {
-        for (int64_t c = 0; c < w.block; c += 16) transpose_16(q + r * w.num_cols + c, w.num_cols, q_t + c * w.rows + r, w.rows);
+        for (int64_t c = 0; c < w.block; c += 16)
+          transpose_16(q + r * w.num_cols + c, w.num_cols, q_t + c * w.rows + r, w.rows);
       }
     }
   });

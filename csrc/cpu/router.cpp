@@ -21,8 +21,8 @@ namespace fastmp {
 // Arguments that all tokens share. Scores and gradients are in the compute dtype.
 struct Router {
   const void* logits;
-  const void* bias;  // or null
-  const int32_t* chosen;  // backward only
+  const void* bias;                             // or null
+  const int32_t* chosen;                        // backward only
   const void *grad_probs, *grad_sums, *grad_z;  // backward only, or null
   int64_t pitch, num_experts, num_sequences, k, num_groups, group_topk;
   Score score;
@@ -41,17 +41,16 @@ struct RouterOut {
   int32_t* balance_counts;  // or null
 };
 
-FASTMP_DECLARE(
-  template <typename T> void route(const Router& router, const RouterOut& out, int64_t begin, int64_t end);
-  template <typename T> void route_backward(const Router& router, const RouterOut& out, int64_t begin, int64_t end);
-)
+FASTMP_DECLARE(template <typename T> void route(const Router& router, const RouterOut& out, int64_t begin, int64_t end);
+               template <typename T>
+               void route_backward(const Router& router, const RouterOut& out, int64_t begin, int64_t end);)
 
 namespace FASTMP_ISA {
 
-constexpr double kTiny = 1e-20;    // in the denominator of probabilities, as in the reference
-constexpr double kLow = -40;       // below it sigmoid(x) and softplus(x) are e^x to the last bit of f64
-constexpr int64_t kFlush = 16;     // tokens of a sequence that are summed in fp32
-constexpr int64_t kInsert = 64;    // from so many experts on, sorting beats insertion
+constexpr double kTiny = 1e-20;  // in the denominator of probabilities, as in the reference
+constexpr double kLow = -40;     // below it sigmoid(x) and softplus(x) are e^x to the last bit of f64
+constexpr int64_t kFlush = 16;   // tokens of a sequence that are summed in fp32
+constexpr int64_t kInsert = 64;  // from so many experts on, sorting beats insertion
 
 // Scratch of one thread.
 template <typename A>
@@ -61,8 +60,13 @@ struct Scratch {
   std::vector<uint8_t> open;
 
   explicit Scratch(const Router& router)
-      : x(router.num_experts), scores(router.num_experts), keys(router.num_experts), best(router.k),
-        groups(router.num_groups), order(std::max(router.num_experts, router.num_groups)), chosen(router.k),
+      : x(router.num_experts),
+        scores(router.num_experts),
+        keys(router.num_experts),
+        best(router.k),
+        groups(router.num_groups),
+        order(std::max(router.num_experts, router.num_groups)),
+        chosen(router.k),
         open(router.num_groups) {}
 };
 
@@ -194,8 +198,7 @@ void rate_groups(const Router& router, const A* keys, const A* values, A* groups
 
 // Writes the k experts of a token, best first.
 template <typename A>
-void choose(const Router& router, const A* keys, const A* values, bool any_nan, Scratch<A>& scratch,
-            int32_t* indices) {
+void choose(const Router& router, const A* keys, const A* values, bool any_nan, Scratch<A>& scratch, int32_t* indices) {
   const int64_t size = router.num_experts / router.num_groups;
   const bool grouped = router.group_topk < router.num_groups;
   // 1. Open the best groups.
@@ -364,8 +367,8 @@ void route_backward(const Router& router, const RouterOut& out, int64_t begin, i
   }
 }
 
-#define FASTMP_INSTANTIATE(T)                                                                              \
-  template void route<T>(const Router& router, const RouterOut& out, int64_t begin, int64_t end);          \
+#define FASTMP_INSTANTIATE(T)                                                                     \
+  template void route<T>(const Router& router, const RouterOut& out, int64_t begin, int64_t end); \
   template void route_backward<T>(const Router& router, const RouterOut& out, int64_t begin, int64_t end);
 FASTMP_INSTANTIATE(float)
 FASTMP_INSTANTIATE(double)
@@ -381,9 +384,9 @@ FASTMP_INSTANTIATE(Half)
 namespace fastmp {
 namespace {
 
-constexpr int64_t kGrain = 8192;            // logits a thread should at least have
-constexpr int64_t kStripTokens = 128;       // tokens of a strip, or more
-constexpr int64_t kStripSums = 1 << 18;     // sums of all strips, or fewer
+constexpr int64_t kGrain = 8192;         // logits a thread should at least have
+constexpr int64_t kStripTokens = 128;    // tokens of a strip, or more
+constexpr int64_t kStripSums = 1 << 18;  // sums of all strips, or fewer
 
 // Chosen experts index a token's scratch, so one out of range would access other memory.
 void check_chosen(const char* op, const int32_t* chosen, int64_t count, int64_t num_experts) {
@@ -414,9 +417,11 @@ const void* checked(const char* op, const char* name, const std::optional<Tensor
   return kept->const_data_ptr();
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> topk_router(
-    const Tensor& logits, std::optional<Tensor> expert_bias, int64_t k, std::string score, int64_t num_groups,
-    int64_t group_topk, bool normalize, double scale, bool balance) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> topk_router(const Tensor& logits,
+                                                                       std::optional<Tensor> expert_bias, int64_t k,
+                                                                       std::string score, int64_t num_groups,
+                                                                       int64_t group_topk, bool normalize, double scale,
+                                                                       bool balance) {
   constexpr const char* kOp = "topk_router";
   Routed routed = empty_routed(kOp, logits, k, num_groups, group_topk, balance);
   const int64_t experts = logits.size(logits.dim() - 1);
@@ -483,8 +488,8 @@ Tensor topk_router_backward(std::optional<Tensor> grad_probs, std::optional<Tens
     const Rows rows(logits);
     const int64_t k = indices.size(indices.dim() - 1);
     const auto chosen_sizes = indices.sizes();
-    FASTMP_CHECK(std::equal(chosen_sizes.begin(), chosen_sizes.end() - 1, logits.sizes().begin()), kOp,
-                 ": logits are ", described(logits), ", which does not fit indices of ", described(indices));
+    FASTMP_CHECK(std::equal(chosen_sizes.begin(), chosen_sizes.end() - 1, logits.sizes().begin()), kOp, ": logits are ",
+                 described(logits), ", which does not fit indices of ", described(indices));
     Router router = describe(kOp, rows, logits, k, score, normalize, scale);
     const Tensor chosen = indices.is_contiguous() ? indices : torch::stable::contiguous(indices);
     router.chosen = chosen.const_data_ptr<int32_t>();

@@ -21,10 +21,16 @@
 #define FASTMP_INLINE inline __attribute__((always_inline))
 #define FASTMP_LAMBDA __attribute__((always_inline))
 
-#define FASTMP_DECLARE(...)        \
-  namespace base { __VA_ARGS__ }   \
-  namespace avx2 { __VA_ARGS__ }   \
-  namespace avx512 { __VA_ARGS__ }
+#define FASTMP_DECLARE(...) \
+  namespace base {          \
+  __VA_ARGS__               \
+  }                         \
+  namespace avx2 {          \
+  __VA_ARGS__               \
+  }                         \
+  namespace avx512 {        \
+  __VA_ARGS__               \
+  }
 
 // The function of the best instruction set among those that are compiled and may serve.
 #if defined(FASTMP_WITH_AVX512)
@@ -331,7 +337,8 @@ FASTMP_INLINE lanes_of<T> load(const T* p, int64_t count, scalar_of<T> fill) {
   using Lane = decltype(V{} < V{});
   Lane lane{};
   for (int i = 0; i < num_lanes<V>; ++i) lane[i] = i;
-  return select(lane < static_cast<std::remove_reference_t<decltype(lane[0])>>(count), load(buffer), broadcast<V>(fill));
+  return select(lane < static_cast<std::remove_reference_t<decltype(lane[0])>>(count), load(buffer),
+                broadcast<V>(fill));
 }
 template <typename T>
 FASTMP_INLINE void store(T* p, lanes_of<T> v, int64_t count) {
@@ -358,8 +365,8 @@ FASTMP_INLINE void for_vectors(int64_t num_cols, const Step& step) {
 
 // e^x, relative error below 1e-7 (about one unit in the last place). Zero below -86.9, infinity above 88.73, NaN for
 // NaN. With n = round(x / ln 2), e^x = 2^(n-1) * 2e^r where |r| <= ln(2)/2; ln 2 is subtracted in two parts so that r
-// is exact to fp32, and 2e^r = 2 + 2r + r^2 q(r), q fitted for the smallest largest relative error (4.2e-9). The power of
-// two is put together from the bits of n: adding 1.5 * 2^23 leaves n in the low bits of the sum.
+// is exact to fp32, and 2e^r = 2 + 2r + r^2 q(r), q fitted for the smallest largest relative error (4.2e-9). The power
+// of two is put together from the bits of n: adding 1.5 * 2^23 leaves n in the low bits of the sum.
 FASTMP_INLINE floats exp(floats x) {
   constexpr float kMagic = 12582912.0f;
   // 1. Clamp to where the result is zero or infinity; NaN stays.

@@ -38,10 +38,8 @@ struct SoftmaxRow {
   double scale;
 };
 
-FASTMP_DECLARE(
-  template <typename T> void softmax_row(const SoftmaxRow& row);
-  template <typename T> void softmax_backward_row(const SoftmaxRow& row);
-)
+FASTMP_DECLARE(template <typename T> void softmax_row(const SoftmaxRow& row);
+               template <typename T> void softmax_backward_row(const SoftmaxRow& row);)
 
 namespace FASTMP_ISA {
 
@@ -106,9 +104,8 @@ void softmax_row(const SoftmaxRow& row) {
     for (int64_t i = 0; i < end; ++i) y[i] = static_cast<T>(hidden && hidden[i] ? A(0) : total);
   } else {
     const A share = total == 0 ? 0 : 1 / total;
-    for_vectors<kStep>(end, [&](int64_t i, auto count) FASTMP_LAMBDA {
-      store(y + i, load(scores + i, count, 0) * share, count);
-    });
+    for_vectors<kStep>(
+        end, [&](int64_t i, auto count) FASTMP_LAMBDA { store(y + i, load(scores + i, count, 0) * share, count); });
   }
   std::fill(y + end, y + row.num_keys, T(0));
 }
@@ -141,7 +138,7 @@ void softmax_backward_row(const SoftmaxRow& row) {
   std::fill(dx + row.end, dx + row.num_keys, T(0));
 }
 
-#define FASTMP_INSTANTIATE(T)                           \
+#define FASTMP_INSTANTIATE(T)                          \
   template void softmax_row<T>(const SoftmaxRow& row); \
   template void softmax_backward_row<T>(const SoftmaxRow& row);
 FASTMP_INSTANTIATE(float)
@@ -168,8 +165,8 @@ MaskRows mask_rows(const char* op, const Tensor& mask, const Tensor& x) {
   rows.data = static_cast<const uint8_t*>(mask.const_data_ptr());
   for (int64_t dim = 0; dim < x.dim(); ++dim) {
     const int64_t size = dim < extra ? 1 : mask.size(dim - extra);
-    FASTMP_CHECK(size == 1 || size == x.size(dim), op, ": mask of size ", size, " does not fit x of size ",
-                 x.size(dim), " in dimension ", dim);
+    FASTMP_CHECK(size == 1 || size == x.size(dim), op, ": mask of size ", size, " does not fit x of size ", x.size(dim),
+                 " in dimension ", dim);
     const int64_t stride = size == 1 ? 0 : mask.stride(dim - extra);
     if (dim + 1 == x.dim()) {
       rows.key_stride = stride;

@@ -221,7 +221,8 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   // 2. Coefficients of the gradient.
   C scale = loss_grad[blockIdx.x];
   if (weight != nullptr) scale *= *weight;
-  const RowGradient<C> gradient(options, id, num_cols, ignored ? C(0) : shared_top, ignored ? C(1) : shared_exps, scale);
+  const RowGradient<C> gradient(options, id, num_cols, ignored ? C(0) : shared_top, ignored ? C(1) : shared_exps,
+                                scale);
 
   // 3. The gradient, the last vectors first, which may still be in a cache; then the ends of the row.
   const int64_t boundary = to_boundary(row);
@@ -305,10 +306,9 @@ Tensor loss_gradient_in_place(Tensor& logits, const Tensor& target_any, const Te
     const int64_t num_kept = std::min(room / kVectorBytes, num_cols / kLanes<T>);
     const auto run = [&](auto kernel) {
       const Grid grid{num_rows, threads_for(row_cols, kLanes<T> * kUnroll<T>), num_kept * kVectorBytes};
-      launch(grid, current_stream(logits), kernel,
-             mutable_data<T>(logits), logits.stride(0), data<int64_t>(target), data<C>(loss_grad),
-             weight ? data<C>(*weight) : nullptr, mutable_data<C>(loss), row_cols, num_cols, num_kept,
-             Options<C>{vocab_size, ignore_index, static_cast<C>(label_smoothing), static_cast<C>(z_loss)});
+      launch(grid, current_stream(logits), kernel, mutable_data<T>(logits), logits.stride(0), data<int64_t>(target),
+             data<C>(loss_grad), weight ? data<C>(*weight) : nullptr, mutable_data<C>(loss), row_cols, num_cols,
+             num_kept, Options<C>{vocab_size, ignore_index, static_cast<C>(label_smoothing), static_cast<C>(z_loss)});
     };
     label_smoothing > 0 ? run(loss_gradient_kernel<T, true>) : run(loss_gradient_kernel<T, false>);
   });

@@ -33,8 +33,8 @@ using GroupedElement = std::conditional_t<std::is_same_v<T, __nv_bfloat16>, cutl
 // Strides of an operand: (lines, terms, further dimensions of its tensor map). A line makes a row or a column of the
 // result. kColumns: neighbours in memory belong to one term.
 template <bool kColumns, class Further>
-using GroupedStride = std::conditional_t<kColumns, cute::Stride<cute::_1, int64_t, Further>,
-                                         cute::Stride<int64_t, cute::_1, Further>>;
+using GroupedStride =
+    std::conditional_t<kColumns, cute::Stride<cute::_1, int64_t, Further>, cute::Stride<int64_t, cute::_1, Further>>;
 using RaggedStride = cute::Stride<int64_t, int64_t>;  // back, and to an expert's end: see problems.cuh
 
 // kTerms: an expert's rows of a and b are terms. Otherwise only a has rows, and b is one matrix an expert.
@@ -183,8 +183,8 @@ constexpr auto fetched_from() {
   using Weights = Layout<Shape<Int<2 * kWidth>, _1024, _1>, Stride<E<1>, E<0>, E<2>>>;
   using Tiled = decltype(local_tile(make_coord_tensor(Weights{}), typename Mainloop::TileShape{}, make_coord(_, _, _),
                                     Step<Underscore, _1, _1>{}));
-  using Tiles = decltype(OneMapMainloop<Mainloop, false, false, true>::paired(std::declval<Tiled>().layout(),
-                                                                              Int<kWidth>{}));
+  using Tiles =
+      decltype(OneMapMainloop<Mainloop, false, false, true>::paired(std::declval<Tiled>().layout(), Int<kWidth>{}));
   using Paired = decltype(make_tensor(std::declval<Tiled>().data(), Tiles{}));
   using Tile = decltype(std::declval<Paired>()(_, _, _1{}, _2{}, _0{}));
   using Slice = decltype(typename Mainloop::TMA_B{}.get_slice(Int<kBlock>{}));
@@ -259,8 +259,7 @@ void multiply(const char* op, const Problems& problems, const Operand& a, const 
               int64_t n, int64_t k, const Tensor& like, cudaStream_t stream) {
   using Plain = GroupedMainloop<T, kTerms, kColumnsB>;
   using Mainloop = OneMapMainloop<Plain, kTerms, kColumnsB, Store::kGated>;
-  using Epilogue =
-      cutlass::epilogue::collective::detail::Sm90TmaWarpSpecializedAdapter<TileEpilogue<Store, kTerms>>;
+  using Epilogue = cutlass::epilogue::collective::detail::Sm90TmaWarpSpecializedAdapter<TileEpilogue<Store, kTerms>>;
   using Shape = cute::Shape<int, int, int>;
   using Kernel = cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<Shape>, Mainloop, Epilogue>;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;

@@ -66,8 +66,12 @@ void multiply_rows(const char* op, const Tensor& x, const Tensor& w, const std::
   const cudaStream_t stream = current_stream(x);
   dispatch_device(x.scalar_type(), op, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const Output<T> out{bias ? data<T>(*bias) : nullptr, y ? mutable_data<T>(*y) : nullptr,
-                        h ? mutable_data<T>(*h) : nullptr, width, n, form};
+    const Output<T> out{bias ? data<T>(*bias) : nullptr,
+                        y ? mutable_data<T>(*y) : nullptr,
+                        h ? mutable_data<T>(*h) : nullptr,
+                        width,
+                        n,
+                        form};
     if constexpr (sizeof(T) == 2) {
       if (tma) {
         const StoreTile<kGated, T> store{out};
@@ -84,9 +88,9 @@ void multiply_rows(const char* op, const Tensor& x, const Tensor& w, const std::
 
 Tensor grouped_mm(const Tensor& x, const Tensor& w, const Tensor& offsets, bool transposed) {
   constexpr const char* kOp = "grouped_mm";
-  FASTMP_CHECK(x.dim() == 2 && w.dim() == 3 && x.size(1) == w.size(transposed ? 1 : 2) &&
-                   x.scalar_type() == w.scalar_type(),
-               kOp, ": x is ", described(x), ", which does not fit w, ", described(w));
+  FASTMP_CHECK(
+      x.dim() == 2 && w.dim() == 3 && x.size(1) == w.size(transposed ? 1 : 2) && x.scalar_type() == w.scalar_type(),
+      kOp, ": x is ", described(x), ", which does not fit w, ", described(w));
   check_offsets(kOp, offsets, w.size(0));
   const DeviceGuard guard(x);
   Tensor h = fastmp::empty({x.size(0), w.size(transposed ? 2 : 1)}, x.scalar_type(), x);

@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(kThreads)
 // grad (M, N), x (M, K) and offsets fit together.
 void check_wgrad(const char* op, const Tensor& grad, const Tensor& x, const Tensor& offsets) {
   check_offsets(op, offsets, offsets.numel());
-  FASTMP_CHECK(grad.dim() == 2 && x.dim() == 2 && grad.size(0) == x.size(0) && grad.scalar_type() == x.scalar_type(), op,
-               ": grad is ", described(grad), ", which does not fit x, ", described(x));
+  FASTMP_CHECK(grad.dim() == 2 && x.dim() == 2 && grad.size(0) == x.size(0) && grad.scalar_type() == x.scalar_type(),
+               op, ": grad is ", described(grad), ", which does not fit x, ", described(x));
 }
 
 // Stores the gradient of every expert, or adds it to `total`, where that is in the type that is computed in.

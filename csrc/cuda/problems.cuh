@@ -109,8 +109,8 @@ void in_units(int64_t bytes, const Body& body) {
 inline void zero_rest(const Tensor& y, const Problems& problems) {
   in_units(y.size(1) * itemsize(y), [&](auto tag, int64_t units) {
     using Unit = typename decltype(tag)::type;
-    launch({kBlocks, kThreads}, current_stream(y), zero_rest_kernel<Unit>, mutable_data<Unit>(y), units,
-           problems, y.size(0));
+    launch({kBlocks, kThreads}, current_stream(y), zero_rest_kernel<Unit>, mutable_data<Unit>(y), units, problems,
+           y.size(0));
   });
 }
 

@@ -15,11 +15,11 @@
 namespace fastmp {
 namespace {
 
-constexpr int kWarps = 8;             // of a block
-constexpr int64_t kMaxBlocks = 264;   // two a multiprocessor of an H100; as many rows of partial sums
+constexpr int kWarps = 8;            // of a block
+constexpr int64_t kMaxBlocks = 264;  // two a multiprocessor of an H100; as many rows of partial sums
 constexpr int64_t kMaxExperts = 512;
-constexpr int64_t kMaxGroups = kWarp;  // a lane each
-constexpr int64_t kMaxSteps = 1 << 15;  // tokens of a warp: counts have 16 bits
+constexpr int64_t kMaxGroups = kWarp;          // a lane each
+constexpr int64_t kMaxSteps = 1 << 15;         // tokens of a warp: counts have 16 bits
 constexpr int kSumColumns = 8, kSumRows = 32;  // of a block that adds partial sums
 constexpr unsigned kAll = 0xffffffffu;
 
@@ -89,9 +89,9 @@ struct Routing {
   const C* bias;  // or null
   int32_t* indices;
   C* probs;
-  C* partials;             // (num_strips, num_sequences, num_experts)
+  C* partials;              // (num_strips, num_sequences, num_experts)
   int32_t *loads, *wishes;  // the same; wishes or null
-  C* squares;              // (num_strips, num_sequences)
+  C* squares;               // (num_strips, num_sequences)
   int64_t num_steps, num_sequences, strip_steps, pitch;
   int num_experts, k, num_groups, group_topk;
   Score score;
@@ -351,9 +351,11 @@ __global__ void __launch_bounds__(kSumColumns* kSumRows)
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> topk_router(
-    const Tensor& logits, std::optional<Tensor> expert_bias, int64_t k, std::string score, int64_t num_groups,
-    int64_t group_topk, bool normalize, double scale, bool balance) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> topk_router(const Tensor& logits,
+                                                                       std::optional<Tensor> expert_bias, int64_t k,
+                                                                       std::string score, int64_t num_groups,
+                                                                       int64_t group_topk, bool normalize, double scale,
+                                                                       bool balance) {
   constexpr const char* kOp = "topk_router";
   const DeviceGuard guard(logits);
   Routed routed = empty_routed(kOp, logits, k, num_groups, group_topk, balance);
@@ -383,25 +385,38 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> topk_router(
   dispatch_device(logits.scalar_type(), kOp, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using C = Compute<T>;
-    const Routing<T> routing{data<T>(rows.tensor), bias ? data<C>(*bias) : nullptr,
-                             mutable_data<int32_t>(routed.indices), mutable_data<C>(routed.probs),
-                             mutable_data<C>(partials), mutable_data<int32_t>(loads),
-                             balance ? mutable_data<int32_t>(wishes) : nullptr, mutable_data<C>(squares), num_steps,
-                             num_sequences, strip_steps, rows.pitch, static_cast<int>(experts), static_cast<int>(k),
-                             static_cast<int>(num_groups), static_cast<int>(group_topk), score_named(kOp, score),
-                             normalize, static_cast<C>(scale)};
+    const Routing<T> routing{data<T>(rows.tensor),
+                             bias ? data<C>(*bias) : nullptr,
+                             mutable_data<int32_t>(routed.indices),
+                             mutable_data<C>(routed.probs),
+                             mutable_data<C>(partials),
+                             mutable_data<int32_t>(loads),
+                             balance ? mutable_data<int32_t>(wishes) : nullptr,
+                             mutable_data<C>(squares),
+                             num_steps,
+                             num_sequences,
+                             strip_steps,
+                             rows.pitch,
+                             static_cast<int>(experts),
+                             static_cast<int>(k),
+                             static_cast<int>(num_groups),
+                             static_cast<int>(group_topk),
+                             score_named(kOp, score),
+                             normalize,
+                             static_cast<C>(scale)};
     const int64_t reduced = std::max<int64_t>(experts, kWarps) * (sizeof(C) + 2 * sizeof(int32_t));
     const int64_t bytes = kWarps * k * (sizeof(C) + sizeof(int32_t)) + reduced;
     const auto run = [&](auto kernel) {
       launch(Grid{blocks, kWarps * kWarp, bytes}, current_stream(logits), kernel, routing);
     };
-    experts <= 4 * kWarp ? run(route_kernel<T, 4>) : experts <= 8 * kWarp ? run(route_kernel<T, 8>)
-                                                                           : run(route_kernel<T, 16>);
+    experts <= 4 * kWarp   ? run(route_kernel<T, 4>)
+    : experts <= 8 * kWarp ? run(route_kernel<T, 8>)
+                           : run(route_kernel<T, 16>);
     launch(Grid{ceil_div(num_sums, kSumColumns) + 1, kSumColumns * kSumRows}, current_stream(logits),
-           router_sums_kernel<C>, data<C>(partials), data<int32_t>(loads),
-           balance ? data<int32_t>(wishes) : nullptr, data<C>(squares), mutable_data<C>(routed.score_sums),
-           mutable_data<int32_t>(routed.counts), balance ? mutable_data<int32_t>(routed.balance_counts) : nullptr,
-           mutable_data<C>(routed.z_sum), num_strips, num_sums, blocks);
+           router_sums_kernel<C>, data<C>(partials), data<int32_t>(loads), balance ? data<int32_t>(wishes) : nullptr,
+           data<C>(squares), mutable_data<C>(routed.score_sums), mutable_data<int32_t>(routed.counts),
+           balance ? mutable_data<int32_t>(routed.balance_counts) : nullptr, mutable_data<C>(routed.z_sum), num_strips,
+           num_sums, blocks);
   });
   return routed.all();
 }

@@ -22,7 +22,7 @@ bool all_finite(const char* bytes, size_t size, Bits exponent) {
   for (size_t first = 0; first < count; first += kBlock) {
     const size_t some = std::min(kBlock, count - first);
     std::memcpy(block, bytes + first * sizeof(Bits), some * sizeof(Bits));  // unaligned
-    bool any = false;  // no branch in the loop, so it vectorises
+    bool any = false;                                                       // no branch in the loop, so it vectorises
     for (size_t i = 0; i < some; ++i) any |= (block[i] & exponent) == exponent;
     if (any) return false;
   }

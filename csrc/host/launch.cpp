@@ -39,7 +39,8 @@ struct alignas(128) TensorMap {
   uint64_t opaque[16];
 };
 #ifdef CUDA_VERSION
-static_assert(sizeof(Config) == sizeof(CUlaunchConfig) && offsetof(Config, grid) == offsetof(CUlaunchConfig, gridDimX) &&
+static_assert(sizeof(Config) == sizeof(CUlaunchConfig) &&
+              offsetof(Config, grid) == offsetof(CUlaunchConfig, gridDimX) &&
               offsetof(Config, block) == offsetof(CUlaunchConfig, blockDimX) &&
               offsetof(Config, shared) == offsetof(CUlaunchConfig, sharedMemBytes) &&
               offsetof(Config, stream) == offsetof(CUlaunchConfig, hStream) &&
@@ -100,9 +101,8 @@ PyObject *const kBase = interned("base"), *const kBlockShape = interned("block_s
                 *const kDtype = interned("dtype"), *const kGetDevice = interned("get_device"),
                 *const kNbytes = interned("nbytes"), *const kNumel = interned("numel"),
                 *const kPadding = interned("padding"), *const kShape = interned("shape"),
-                *const kUntypedStorage = interned("untyped_storage"),
-                *const kSize = interned("size"), *const kStride = interned("stride"),
-                *const kStrides = interned("strides");
+                *const kUntypedStorage = interned("untyped_storage"), *const kSize = interned("size"),
+                *const kStride = interned("stride"), *const kStrides = interned("strides");
 
 py::object taken(PyObject* object) {
   if (!object) throw py::error_already_set();
@@ -144,7 +144,8 @@ int64_t called(PyObject* object, PyObject* method) {
 constexpr uint64_t kLowestMemory = uint64_t{1} << 33;
 
 bool has_memory(PyObject* tensor) {
-  return called(tensor, kNumel) == 0 || called(taken(PyObject_CallMethodNoArgs(tensor, kUntypedStorage)).ptr(), kNbytes);
+  return called(tensor, kNumel) == 0 ||
+         called(taken(PyObject_CallMethodNoArgs(tensor, kUntypedStorage)).ptr(), kNbytes);
 }
 
 [[noreturn]] void refuse_without_memory(const std::string& kernel, const std::string& argument) {
@@ -192,7 +193,8 @@ void add_tensor(std::vector<uint64_t>& key, PyObject* tensor, PyObject* kernel, 
   const uint64_t address = address_of(tensor);
   if (address < kLowestMemory && !has_memory(tensor)) [[unlikely]] {
     const auto named = py::handle(kernel);
-    refuse_without_memory(py::str(named.attr("fn").attr("__name__")), py::str(named.attr("arg_names")[py::int_(position)]));
+    refuse_without_memory(py::str(named.attr("fn").attr("__name__")),
+                          py::str(named.attr("arg_names")[py::int_(position)]));
   }
   key.push_back(kTensor | (address & 15) << 8 | device_of(tensor) << 16);
   key.push_back(identity(attribute(tensor, kDtype).ptr()));
@@ -318,7 +320,8 @@ struct Parameters {
     for (uint32_t i = 1; i < rank; ++i) pitches[i] *= how.item_size;
     TensorMap& map = maps[num_maps++];
     const uint64_t start = address_of(base.ptr());
-    if (start < kLowestMemory && !has_memory(base.ptr())) [[unlikely]] refuse_without_memory(plan.name, "a descriptor");
+    if (start < kLowestMemory && !has_memory(base.ptr())) [[unlikely]]
+      refuse_without_memory(plan.name, "a descriptor");
     void* address = reinterpret_cast<void*>(start);
     const int fill_with_nan = PyUnicode_CompareWithASCIIString(padding.ptr(), "nan") == 0;
     constexpr int kNoInterleave = 0, kPromotionTo128Bytes = 2;
@@ -336,18 +339,12 @@ struct Parameters {
 
   void add_argument(const Plan& plan, char kind, PyObject* argument) {
     switch (kind) {
-      case 'P':
-        return add(address_of(argument));
-      case 'i':
-        return add(narrow(integer(argument)));
-      case 'q':
-        return add(integer(argument));
-      case 'f':
-        return add(static_cast<float>(number(argument)));
-      case 'd':
-        return add(number(argument));
-      case 'T':
-        return add_descriptor(plan, argument);
+      case 'P': return add(address_of(argument));
+      case 'i': return add(narrow(integer(argument)));
+      case 'q': return add(integer(argument));
+      case 'f': return add(static_cast<float>(number(argument)));
+      case 'd': return add(number(argument));
+      case 'T': return add_descriptor(plan, argument);
     }
   }
 };
@@ -381,8 +378,12 @@ PyObject* launch(PyObject* self, PyObject* const* given, Py_ssize_t count) {
     for (int i = 0; i < 2; ++i) parameters.add(uint64_t{0});  // scratch memory of Triton's kernel and profiler
     if (programs > 0) {
       const py::object stream = taken(PyObject_CallOneArg(plan.stream.ptr(), plan.device_number.ptr()));
-      Config config{{static_cast<unsigned>(programs), 1, 1}, {plan.num_threads, 1, 1}, plan.shared,
-                    reinterpret_cast<void*>(integer(stream.ptr())), nullptr, 0};
+      Config config{{static_cast<unsigned>(programs), 1, 1},
+                    {plan.num_threads, 1, 1},
+                    plan.shared,
+                    reinterpret_cast<void*>(integer(stream.ptr())),
+                    nullptr,
+                    0};
       int code;
       Py_BEGIN_ALLOW_THREADS;  // a launch blocks while the stream's queue is full
       code = driver().launch(&config, plan.function, parameters.all.data(), nullptr);
@@ -436,9 +437,17 @@ py::object planned(std::string name, uintptr_t function, int device, int archite
                    std::string kinds, const std::vector<std::tuple<int, int, int, std::vector<uint32_t>>>& descriptors,
                    py::object stream, bool unasked, std::vector<std::pair<Py_ssize_t, int64_t>> limits,
                    py::object refuse) {
-  auto plan = std::make_unique<Plan>(Plan{std::move(name), reinterpret_cast<void*>(function), device, architecture,
-                                          32u * num_warps, static_cast<unsigned>(shared), std::move(kinds), {},
-                                          std::move(stream), py::int_(device), std::move(limits),
+  auto plan = std::make_unique<Plan>(Plan{std::move(name),
+                                          reinterpret_cast<void*>(function),
+                                          device,
+                                          architecture,
+                                          32u * num_warps,
+                                          static_cast<unsigned>(shared),
+                                          std::move(kinds),
+                                          {},
+                                          std::move(stream),
+                                          py::int_(device),
+                                          std::move(limits),
                                           std::move(refuse)});
   size_t num_values = plan->kinds.size() + 2;
   for (const auto& [swizzle, item_size, dtype, block] : descriptors) {
@@ -463,9 +472,8 @@ void add_launches(py::module_& m) {
   m.def("launch_keys", &launch_keys, py::arg("descriptor"),
         "Return key(kernel, arguments, constants); `descriptor` is the class of tensor descriptors.");
   m.def("planned", &planned, py::arg("name"), py::arg("function"), py::arg("device"), py::arg("architecture"),
-        py::arg("num_warps"),
-        py::arg("shared"), py::arg("kinds"), py::arg("descriptors"), py::arg("stream"), py::arg("unasked"),
-        py::arg("limits"), py::arg("refuse"),
+        py::arg("num_warps"), py::arg("shared"), py::arg("kinds"), py::arg("descriptors"), py::arg("stream"),
+        py::arg("unasked"), py::arg("limits"), py::arg("refuse"),
         "Return launch(programs, arguments) for a loaded function, or None if its parameters do not match.\n\n"
         "unasked: the result of the comparison where the driver (before CUDA 12.4) cannot report parameters.\n"
         "kinds: a letter per argument: P pointer, i int32, q int64, f float, d double, T tensor map, - none.\n"

@@ -20,8 +20,8 @@ inline bool is_lazy(const at::Tensor& tensor) { return tensor.is_conj() || tenso
 // True for a small CPU copy that is a plain memcpy and need not pass the dispatcher.
 inline bool is_bytes(const at::Tensor& into, const at::Tensor& from) {
   return into.is_cpu() && from.is_cpu() && into.nbytes() <= SMALL && into.is_non_overlapping_and_dense() &&
-         into.sizes() == from.sizes() && into.strides() == from.strides() &&
-         into.scalar_type() == from.scalar_type() && !is_lazy(into) && !is_lazy(from);
+         into.sizes() == from.sizes() && into.strides() == from.strides() && into.scalar_type() == from.scalar_type() &&
+         !is_lazy(into) && !is_lazy(from);
 }
 
 inline bool has_dispatch_mode() { return c10::impl::TorchDispatchModeTLS::any_modes_set(); }

@@ -56,7 +56,8 @@ class ModelGuard {
     return same_training() && same_numbers();
   }
 
-  // True if modes, numbers, the objects in all dicts, and the addresses of all tensors and main gradients are unchanged.
+  // True if modes, numbers, the objects in all dicts, and the addresses of all tensors and main gradients are
+  // unchanged.
   bool same() const {
     size_t at = 0;
     for (const Dict& each : dicts) {

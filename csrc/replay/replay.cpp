@@ -170,7 +170,8 @@ class StepReplay {
     const int task = torch::autograd::get_current_graph_task_id();
     for (size_t i = 0; i < into.size() && task >= 0; i++)
       if (is_number(into[i], from[i]))
-        copied.insert_or_assign(into[i].const_data_ptr(), Copied{task, from[i], into[i]._version(), from[i]._version()});
+        copied.insert_or_assign(into[i].const_data_ptr(),
+                                Copied{task, from[i], into[i]._version(), from[i]._version()});
   }
 
   static Tensors aliases(const Tensors& tensors) {
@@ -316,7 +317,7 @@ struct ReplayBackward : torch::autograd::Node, Reader {
 // Replays the forward of span `span` of a chunk: returns (hidden tensors, auxiliary outputs), or None to fall back to
 // Python. overwritten: gets the addresses of storages that later replays write to.
 PyObject* StepReplay::forward(const std::shared_ptr<StepReplay>& self, PyObject* owner, int64_t chunk, int64_t span,
-                        PyObject* tensors, PyObject* overwritten) {
+                              PyObject* tensors, PyObject* overwritten) {
   const std::shared_ptr<const ReplayProgram> program = this->program;  // a hook may end the step
   if (!program || next >= program->slots.size()) Py_RETURN_NONE;
   const ReplaySlot& slot = program->slots[next];

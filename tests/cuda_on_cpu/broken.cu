@@ -51,16 +51,11 @@ void order_of_blocks(float* out, int* ticket) {
 
 int main(int, char** arguments) {
   const std::map<std::string, Kernel> kernels{
-      {"barrier_for_some", barrier_for_some},
-      {"barriers_in_two_places", barriers_in_two_places},
-      {"return_before_barrier", return_before_barrier},
-      {"shuffle_in_half_a_warp", shuffle_in_half_a_warp},
-      {"write_beyond_dynamic", write_beyond_dynamic},
-      {"write_beyond_static", write_beyond_static},
-      {"read_unaligned_vector", read_unaligned_vector},
-      {"hand_on", hand_on<true>},
-      {"hand_on_without_barrier", hand_on<false>},
-      {"order_of_blocks", order_of_blocks},
+      {"barrier_for_some", barrier_for_some},           {"barriers_in_two_places", barriers_in_two_places},
+      {"return_before_barrier", return_before_barrier}, {"shuffle_in_half_a_warp", shuffle_in_half_a_warp},
+      {"write_beyond_dynamic", write_beyond_dynamic},   {"write_beyond_static", write_beyond_static},
+      {"read_unaligned_vector", read_unaligned_vector}, {"hand_on", hand_on<true>},
+      {"hand_on_without_barrier", hand_on<false>},      {"order_of_blocks", order_of_blocks},
   };
   const std::string name = arguments[1];
   const cudaLaunchConfig_t config{{8}, {kThreads}, kThreads * sizeof(float), nullptr};

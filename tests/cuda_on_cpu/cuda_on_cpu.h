@@ -5,9 +5,9 @@
 // run one after another. What a barrier should have kept apart thus happens in all orders of whole stretches between
 // barriers, which is coarser than what a GPU does.
 //
-// Errors, thrown by the launch: a barrier that some thread never reaches, or reaches elsewhere in the code; a write just
-// beyond the dynamic shared memory; more shared memory than was asked for. Shared memory is NaN when a block starts.
-// For static shared memory, alignment and all other accesses compile with -fsanitize=address,undefined.
+// Errors, thrown by the launch: a barrier that some thread never reaches, or reaches elsewhere in the code; a write
+// just beyond the dynamic shared memory; more shared memory than was asked for. Shared memory is NaN when a block
+// starts. For static shared memory, alignment and all other accesses compile with -fsanitize=address,undefined.
 #pragma once
 
 #include <link.h>
@@ -82,7 +82,7 @@ struct Fiber {
 struct Machine {
   std::mutex mutex;
   std::mt19937_64 random{0};
-  int shared_bytes = 233472;  // of a multiprocessor
+  int shared_bytes = 233472;              // of a multiprocessor
   std::map<const void*, size_t> allowed;  // dynamic shared memory of a kernel
 
   std::vector<char*> stacks;
@@ -321,14 +321,15 @@ cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
 }
 
 template <class... Parameters>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Parameters... arguments) {
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Parameters... arguments) {
   using namespace cuda_on_cpu;
   const std::lock_guard lock(machine.mutex);
   const dim3 grid = config->gridDim, block = config->blockDim;
   const size_t allowed = std::max<size_t>(48 << 10, machine.allowed[reinterpret_cast<const void*>(kernel)]);
   const unsigned threads = block.x * block.y * block.z;
-  if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535 || threads == 0 ||
-      threads > 1024 || config->dynamicSmemBytes > allowed) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535 || threads == 0 || threads > 1024 ||
+      config->dynamicSmemBytes > allowed) {
     return cudaErrorInvalidValue;
   }
   blockDim = block;

@@ -38,8 +38,7 @@ void tile_kernel(const Problems problems, int expert, const Operand a, const Ope
         sums[i] += ragged_at<T>(a, first, j, row) * ragged_at<T>(b, first, j, column);
       } else if (j < k) {
         const T* weights = static_cast<const T*>(b.base) + expert * b.jump;
-        sums[i] += ragged_at<T>(a, first, row, j) *
-                   widen(weights[kColumnsB ? j * b.pitch + line : line * b.pitch + j]);
+        sums[i] += ragged_at<T>(a, first, row, j) * widen(weights[kColumnsB ? j * b.pitch + line : line * b.pitch + j]);
       }
     }
   }

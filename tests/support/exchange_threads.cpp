@@ -1,6 +1,6 @@
-// Ranks on threads that exchange rows through csrc/cpu/exchange.cpp, which is compiled into this program with the thread
-// sanitizer: it reports an access that nothing orders behind another rank's, also where the processor at hand keeps
-// them in order. See tests/test_sanitize.py.
+// Ranks on threads that exchange rows through csrc/cpu/exchange.cpp, which is compiled into this program with the
+// thread sanitizer: it reports an access that nothing orders behind another rank's, also where the processor at hand
+// keeps them in order. See tests/test_sanitize.py.
 //
 // Exits with status 1 where a rank has got other numbers than were sent to it.
 #include "cpu/exchange.cpp"
@@ -95,14 +95,9 @@ void run(Memory& memory, int64_t number, int32_t exchanges) {
   for (int32_t exchange = 0; exchange < exchanges; ++exchange) {
     const int32_t first = exchange * static_cast<int32_t>(kRanks);
     switch (kinds() % 3) {
-      case 0:
-        check<int32_t>(rank.by_counts(first), first, kExperts);
-        break;
-      case 1:
-        check<float>(rank.by_push(first), first, kCols);
-        break;
-      default:
-        check<float>(rank.by_pull(first), first, kCols);
+      case 0: check<int32_t>(rank.by_counts(first), first, kExperts); break;
+      case 1: check<float>(rank.by_push(first), first, kCols); break;
+      default: check<float>(rank.by_pull(first), first, kCols);
     }
   }
 }
