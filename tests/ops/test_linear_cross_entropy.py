@@ -297,7 +297,7 @@ def test_a_second_backward_accumulates_at_every_size(tokens, reduction):
     for times in (1, 2, 3):
         loss.backward(retain_graph=times < 3)
         for leaf, each in zip((x, weight), want, strict=True):
-            torch.testing.assert_close(leaf.grad, times * each, rtol=1e-4, atol=1e-7)
+            torch.testing.assert_close(leaf.grad, times * each, rtol=1e-4, atol=2e-6)
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
 
