@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 
 from fastmp.config.command_line import Parser, exit_status
 from fastmp.config.console import to_stdout
@@ -92,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run `fastmp data` with the arguments `argv`; return the exit status (2: one line on stderr)."""
     parser = Parser(prog="fastmp data", description="Turn text into token files.")
     add_arguments(parser)
-    arguments = list(argv or [])
+    arguments = sys.argv[1:] if argv is None else argv
     given = [each.partition("=")[0].replace("_", "-") for each in arguments if each.startswith("--")]
     if moved := [each for each in (*arguments[:1], *given) if each in PAPER]:
         meant = f"python -m examples.megatron_paper corpus {shlex.join(arguments)}"

@@ -164,10 +164,7 @@ def segment_facts(links: Sequence[BoundSegment], span_size: int | None = None) -
     layers_of = {link.name: link.layer for link in links}
     sizes = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in layers_of.values()]
     group_of = dict(zip(layers_of, layer_groups(sizes, span_size), strict=True))
-    return [
-        SegmentFacts(link.full_name, link.segment.exchanges, link.segment.capturable, group_of[link.name])
-        for link in links
-    ]
+    return [link.facts._replace(group=group_of[link.name]) for link in links]
 
 
 def _kinds(

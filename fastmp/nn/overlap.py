@@ -31,7 +31,6 @@ from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.pipeline.stream_schedule import (
     Launch,
     SegmentCost,
-    SegmentFacts,
     backward_ops,
     forward_ops,
     launch_order,
@@ -170,8 +169,8 @@ class OverlappedLayers:
 
 def _cut(links: Sequence[BoundSegment]) -> list[tuple[list[BoundSegment], SegmentCost]]:
     """Partition a chain where segments begin or cease to communicate."""
-    facts = [SegmentFacts(link.full_name, link.segment.exchanges, link.segment.capturable) for link in links]
-    return [([links[i] for i in own], section) for own, section in partition_segments(facts)]
+    parts = partition_segments([link.facts for link in links])
+    return [([links[i] for i in own], section) for own, section in parts]
 
 
 def _skipped_hook(layer: nn.Module) -> Callable[..., Any] | None:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from fastmp.distributed.deferred import finish_all, finishing
+from fastmp.pipeline.stream_schedule import SegmentFacts
 from fastmp.profiling import region
 
 __all__ = [
@@ -206,6 +207,10 @@ class BoundSegment(NamedTuple):
     @property
     def full_name(self) -> str:
         return f"{self.name}.{self.segment.name}"
+
+    @property
+    def facts(self) -> SegmentFacts:
+        return SegmentFacts(self.full_name, self.segment.exchanges, self.segment.capturable)
 
 
 def run_segments(

@@ -65,7 +65,7 @@ ALONE = Shards()
 
 
 class TokenRows:
-    """Rows of the gathered tokens that the GEMMs multiply: of all N tokens, or of the M that count.
+    """Rows of the gathered tokens for the GEMMs: all N tokens, or the M counted ones.
 
     live: int64 indices (M,), or a mask (N,); None for all.
     """
@@ -76,7 +76,7 @@ class TokenRows:
         self.shards, self.total = shards, total
 
     def select(self, rows: Tensor | None) -> Tensor | None:
-        """Return the rows of (N, ...) that count; an output that options leave out is empty."""
+        """Select the counted rows of (N, ...); the empty tensor of an absent output stays as it is."""
         if rows is None or self.live is None or len(rows) != self.total:
             return rows
         return rows.index_select(0, self.live)

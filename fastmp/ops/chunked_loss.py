@@ -52,7 +52,7 @@ class HeadCall(NamedTuple):
 
 
 def is_retained() -> bool:
-    """Return True in a backward pass after which another may follow: it must not overwrite what is saved."""
+    """Return True if the running backward pass retains the graph, and must not overwrite saved tensors."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return True
     return torch._C._autograd._get_current_graph_task_keep_graph()

@@ -53,7 +53,7 @@ _topk_loss = ChunkedLoss("linear_topk_distillation", TopkTeacher, _OPAQUE)
 
 
 def _number_of(live: Tensor | None, shape: tuple[int, ...], hidden: Tensor) -> Tensor:
-    """Return the number of tokens that count, 0-dim: a mask is one whose number the device alone knows."""
+    """Return the number of counted tokens, 0-dim; that of a mask stays on the device."""
     dtype = compute_dtype(hidden.dtype)
     if live is not None and live.dtype == torch.bool:
         return live.sum().to(dtype)

@@ -188,13 +188,13 @@ class Pipeline:
 
     def _agree(self) -> None:
         """Raise ValueError on all ranks if they were given different orders, or the first stage no inputs."""
-        given_none: Sequence[bool] = [self.inputs is None] * self.size
+        without_inputs: Sequence[bool] = [self.inputs is None] * self.size
         if self.group is not None:
             own = self.orders, [list(pairs) for pairs in self.pairs], self.stages.placement
             digest = hashlib.sha256(repr(own).encode()).digest()  # the orders may be megabytes
             everyones: list[Any] = [None] * self.size
-            dist.all_gather_object(everyones, (len(self.chunks), digest, given_none[0]), group=self.group)
-            *agreed, given_none = zip(*everyones, strict=True)
+            dist.all_gather_object(everyones, (len(self.chunks), digest, without_inputs[0]), group=self.group)
+            *agreed, without_inputs = zip(*everyones, strict=True)
             for name, values in zip(("numbers of chunks", "orders"), agreed, strict=True):
                 different = [rank for rank, value in enumerate(values) if value != values[0]]
                 if different:
@@ -202,7 +202,7 @@ class Pipeline:
                     raise ValueError(f"Pipeline: ranks 0 and {different[0]} have different {name}{shown}")
         if len(self.orders) != self.size:
             raise ValueError(f"Pipeline: {len(self.orders)} orders for a group of {self.size} ranks")
-        if given_none[self.stages.rank(0)] and not self.loss_runs_chunk:
+        if without_inputs[self.stages.rank(0)] and not self.loss_runs_chunk:
             raise ValueError(f"Pipeline: inputs=None is for one stage, got {len(self.stages)}; pass inputs=")
 
     def train(

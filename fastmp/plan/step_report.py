@@ -60,9 +60,9 @@ def step_program(recipe: Recipe, shapes: Shapes, rank: int, scope: Sequence[str]
 
 def step_specs(recipe: Recipe, shapes: Shapes, program: Program) -> list[SpanSpec]:
     """Return the tensors of the captured spans of a program, in order."""
-    found: list[SpanSpec] = []
+    found, of_stages = list[SpanSpec](), _chains(recipe)
     for chunk, stage in enumerate(program.stages.stages(program.rank)):
-        spans, chains = [span for span in program.spans if span.chunk == chunk], _chains(recipe)[stage]
+        spans, chains = [span for span in program.spans if span.chunk == chunk], of_stages[stage]
         if any(span.captured and span.segments is None for span in spans):  # scope "full"
             found += chain(*full_scope_spans(shapes, stage, program.stages, chains[0]))
         else:

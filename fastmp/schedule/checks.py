@@ -17,7 +17,7 @@ Done = tuple[str, int, int]  # what is done, of which microbatch and span
 
 
 def check_program(programs: Sequence[Program]) -> None:
-    """Prove that the programs of all pipeline ranks can run together, and that graphs find their memory.
+    """Check that the programs of all pipeline ranks run together, without conflicts over graph memory.
 
     1. A microbatch goes through every span: forward once, then backward, or dgrad and later wgrad.
     2. An instruction comes after its neighbouring span of the same microbatch and direction, or its message.
@@ -85,7 +85,7 @@ def _does(now: Instruction) -> list[Done]:
 
 
 def _needed(program: Program, now: Instruction) -> Iterator[Done]:
-    """Yield what an instruction depends on; tensors that cross to another rank are a message."""
+    """Yield the dependencies of an instruction; tensors of another rank arrive as a message."""
     if now.op == "send":
         yield "forward" if now.kind == FORWARD else "gradient", now.microbatch, now.span
     elif now.op == "wgrad":

@@ -104,7 +104,7 @@ class _Chunk(NamedTuple):
 
     @property
     def ends(self) -> tuple[int, int]:
-        """The span that takes activations, and the one that makes them."""
+        """The first span, which receives activations, and the last, which produces them."""
         return self.before[0], (self.behind or self.before)[-1]
 
 

@@ -53,7 +53,7 @@ __all__ = ["MoELayer"]
 
 
 class Beside(NamedTuple):
-    """What segments hand on beside tokens or rows. `tensors` flattens it in this order, `of` restores it.
+    """Tensors that segments hand on beside tokens or rows; `tensors` flattens them, `of` restores them.
 
     dispatch: the router's indices and probabilities (T, k), then the tensors of the dispatcher's state.
     aux, counts_E: see `MoELayer`.
