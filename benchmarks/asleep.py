@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer
 from fastmp.ops.wgrad import deferral, leaf_of
-from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from fastmp.schedule.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 __all__ = ["Asleep", "AsleepLayer", "AsleepModel", "OneSample", "Slept", "Times", "slept"]
 

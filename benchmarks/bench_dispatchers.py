@@ -42,7 +42,7 @@ from fastmp.nn.moe.activation_stash import ActivationStash
 from fastmp.nn.moe.layer import MoELayer
 from fastmp.nn.overlap import OverlappedLayers
 from fastmp.optim.grad_buffers import GradBuffer
-from fastmp.pipeline.schedule import Schedule
+from fastmp.schedule.schedule import Schedule
 from fastmp.testing.ranks import run_ranks
 
 WORKLOADS = ()

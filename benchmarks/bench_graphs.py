@@ -42,7 +42,7 @@ from fastmp.distributed.rng import RngTracker
 from fastmp.nn import GPT, LayerChain, Placement, TransformerLayer
 from fastmp.nn.segment import Segment, SegmentedLayer, Tensors
 from fastmp.optim.grad_buffers import GradBuffer
-from fastmp.pipeline.schedule import Schedule
+from fastmp.schedule.schedule import Schedule
 from fastmp.training import graphing
 from fastmp.training.language import token_loss
 from fastmp.training.trainer import Trainer

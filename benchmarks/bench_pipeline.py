@@ -21,8 +21,8 @@ from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.ops.wgrad import deferral
 from fastmp.pipeline.runner import Pipeline
-from fastmp.pipeline.schedule import SCHEDULES, Schedule, Step
-from fastmp.pipeline.simulate import Costs, simulate
+from fastmp.schedule.schedule import SCHEDULES, Schedule, Step
+from fastmp.schedule.simulate import Costs, simulate
 from fastmp.testing.ranks import run_ranks
 
 WORKLOADS = ()

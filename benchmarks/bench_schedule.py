@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from fastmp.pipeline.schedule import Schedule
-from fastmp.pipeline.simulate import Costs, simulate
+from fastmp.schedule.schedule import Schedule
+from fastmp.schedule.simulate import Costs, simulate
 
 WORKLOADS = ()
 NAMES = ("1f1b", "zero_bubble")  # schedules whose bubble has a formula

@@ -22,7 +22,7 @@ from fastmp.nn import LayerChain, Placement, TransformerLayer
 from fastmp.nn.moe.dispatchers.alltoall import AllToAllDispatcher
 from fastmp.nn.overlap import OverlappedLayers
 from fastmp.optim.grad_buffers import GradBuffer
-from fastmp.pipeline.schedule import BACKWARD, FORWARD, Schedule
+from fastmp.schedule.schedule import BACKWARD, FORWARD, Schedule
 from fastmp.testing.ranks import run_ranks
 from tools.silent_graphs import SilentBackend
 

@@ -25,17 +25,17 @@ PACKAGES = ("examples", "fastmp", "tools")
 FLOORS = (
     ("fastmp._lazy", "fastmp._host", "fastmp._replay", "fastmp.host", "fastmp.profiling", "fastmp.status"),
     ("fastmp.config",),
+    ("fastmp.schedule",),
     ("fastmp.ops.core",),
     ("fastmp.ops",),
     ("fastmp.distributed",),
     ("fastmp.tensor_parallel",),
     ("fastmp.objectives",),
-    ("fastmp.pipeline",),
     ("fastmp.optim",),
     ("fastmp.watchdog",),
     ("fastmp.nn",),
     ("fastmp.cuda_graphs",),
-    ("fastmp.schedule",),
+    ("fastmp.pipeline",),
     ("fastmp.plan",),
     ("fastmp.training",),
     ("fastmp.hf",),
@@ -47,13 +47,9 @@ FLOORS = (
 FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
 # Besides everything in config: modules that torch is never imported for.
 STDLIB_ONLY = """
-    fastmp fastmp._lazy fastmp.status fastmp.config fastmp.plan fastmp.pipeline.schedule
-    fastmp.pipeline.dualpipe fastmp.pipeline.interleaved fastmp.pipeline.stage_map fastmp.pipeline.steps
-    fastmp.pipeline.simulate fastmp.pipeline.messages fastmp.pipeline.stream_schedule fastmp.optim.flat_layout
+    fastmp fastmp._lazy fastmp.status fastmp.config fastmp.plan fastmp.schedule fastmp.optim.flat_layout
     fastmp.distributed.grid fastmp.distributed.exchange_layout fastmp.watchdog.heartbeat
-    fastmp.watchdog.records fastmp.watchdog.diagnosis fastmp.cuda_graphs.buffer_plan fastmp.cuda_graphs.scope
-    fastmp.cuda_graphs.lanes fastmp.cuda_graphs.errors fastmp.schedule fastmp.schedule.program
-    fastmp.schedule.planner fastmp.schedule.checks
+    fastmp.watchdog.records fastmp.watchdog.diagnosis fastmp.cuda_graphs.errors
     fastmp.training.checkpoint.chunks fastmp.apps.cli fastmp.apps.plan fastmp.apps.signals
     fastmp.testing.differential.cases
     fastmp.apps.evaluation.journal fastmp.apps.evaluation.result_tables
@@ -90,7 +86,8 @@ NAMES = {module_name(path): path for path in MODULES}
 PURE = sorted(
     name
     for name in NAMES
-    if name in STDLIB_ONLY or (name.startswith(("fastmp.config.", "fastmp.plan.")) and "_plot" not in name)
+    if name in STDLIB_ONLY
+    or (name.startswith(("fastmp.config.", "fastmp.plan.", "fastmp.schedule.")) and "_plot" not in name)
 )
 
 

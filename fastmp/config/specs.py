@@ -189,7 +189,7 @@ class OptimizerSpec:
 class ScheduleSpec:
     """A pipeline schedule.
 
-    make: (`PipelineSizes`, rank) -> `RankOrder`, see `fastmp.pipeline.steps`, or "module:name" of it.
+    make: (`PipelineSizes`, rank) -> `RankOrder`, see `fastmp.schedule.steps`, or "module:name" of it.
     splits: True if backwards are two steps, dgrad and wgrad; at least some of them.
     overlaps: True if forwards can overlap backwards, for EP communication overlap.
     placement: one of `PLACEMENTS`.
@@ -205,7 +205,7 @@ class ScheduleSpec:
     help: str = ""
 
 
-PLACEMENTS = ("looped", "v")  # of stages on pipeline ranks, see `fastmp.pipeline.stage_map`
+PLACEMENTS = ("looped", "v")  # of stages on pipeline ranks, see `fastmp.schedule.stage_map`
 
 _OPS = "fastmp.nn.activation:"
 ACTIVATIONS: Registry[ActivationSpec] = Registry(
@@ -248,19 +248,19 @@ SCHEDULES: Registry[ScheduleSpec] = Registry(
     "pipeline schedule",
     ScheduleSpec(
         "1f1b",
-        "fastmp.pipeline.interleaved:one_forward_one_backward",
+        "fastmp.schedule.interleaved:one_forward_one_backward",
         overlaps=True,
         help="interleaved with vpp",
     ),
     ScheduleSpec(
         "zero_bubble",
-        "fastmp.pipeline.interleaved:zero_bubble",
+        "fastmp.schedule.interleaved:zero_bubble",
         splits=True,
         help="delays weight gradients to fill the bubble",
     ),
     ScheduleSpec(
         "dualpipe_v",
-        "fastmp.pipeline.dualpipe:dualpipe_v",
+        "fastmp.schedule.dualpipe:dualpipe_v",
         splits=True,
         overlaps=True,
         placement="v",

@@ -78,7 +78,7 @@ class ParallelConfig(Checked):
 
     @property
     def placement(self) -> str:
-        """Placement of the stages on the pipeline ranks, see `fastmp.pipeline.stage_map`."""
+        """Placement of the stages on the pipeline ranks, see `fastmp.schedule.stage_map`."""
         return SCHEDULES[self.schedule].placement
 
     def _problems(self) -> Iterator[Problem]:

@@ -17,7 +17,7 @@ from fastmp.cuda_graphs.partition import CapturedSpan
 from fastmp.cuda_graphs.restore import repeatable_backward
 from fastmp.nn.segment import BoundSegment, Tensors
 from fastmp.ops.wgrad import WgradQueue, current_queue, defer_wgrad
-from fastmp.pipeline.schedule import BACKWARD
+from fastmp.schedule.schedule import BACKWARD
 
 __all__ = ["Capture", "renew_accumulators"]
 

@@ -23,8 +23,8 @@ from fastmp.cuda_graphs.replay_verifier import Verifier
 from fastmp.cuda_graphs.restore import SpanSnapshot, random_states, restore_random_states
 from fastmp.nn.segment import Tensors, run_segments
 from fastmp.ops.wgrad import WgradQueue, always_add, current_queue
-from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from fastmp.profiling import region
+from fastmp.schedule.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 __all__ = ["StepExecutor"]
 

@@ -26,9 +26,9 @@ from fastmp.cuda_graphs.optimizer_snapshot import (
     stepped_optimizers,
 )
 from fastmp.cuda_graphs.partition import spec_of
-from fastmp.cuda_graphs.scope import must_run_eagerly
 from fastmp.cuda_graphs.skipped_hooks import find_skipped_hook
 from fastmp.nn.segment import LayerChain, SingleSegment
+from fastmp.schedule.scope import must_run_eagerly
 
 __all__ = ["FunctionGraph"]
 

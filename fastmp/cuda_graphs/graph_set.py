@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
 from fastmp.cuda_graphs.backends.interface import Graph, Weak
-from fastmp.cuda_graphs.buffer_plan import BufferPlan, ReplayStep, TensorSpec
 from fastmp.cuda_graphs.hooks import ReplayedHooks
 from fastmp.cuda_graphs.partition import SpanTrace, spec_of
 from fastmp.ops.wgrad import WgradQueue
+from fastmp.schedule.buffer_plan import BufferPlan, ReplayStep, TensorSpec
 
 __all__ = ["Captured", "Gradients", "GraphSet", "Key", "ReplaySlot", "copies_of", "copy_together"]
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from fastmp.cuda_graphs.partition import Span, SpanTrace
-from fastmp.pipeline.schedule import BACKWARD_WEIGHT
+from fastmp.schedule.schedule import BACKWARD_WEIGHT
 from fastmp.tensor_parallel.attributes import hook_traits
 
 __all__ = [

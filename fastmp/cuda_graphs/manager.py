@@ -28,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import TreeSpec
 
 from fastmp.cuda_graphs.backends.interface import Backend, Graph
-from fastmp.cuda_graphs.buffer_plan import BufferPlan, TensorSpec, check_plan, plan_buffers
 from fastmp.cuda_graphs.cache import GraphCache
 from fastmp.cuda_graphs.errors import GraphError
 from fastmp.cuda_graphs.executor import StepExecutor
@@ -39,7 +38,8 @@ from fastmp.cuda_graphs.replay_program import ProgramExecutor, program_of
 from fastmp.cuda_graphs.replay_verifier import Verifier
 from fastmp.cuda_graphs.warmup_trace import WarmupTrace
 from fastmp.nn.segment import LayerChain, Tensors
-from fastmp.pipeline.schedule import Step
+from fastmp.schedule.buffer_plan import BufferPlan, TensorSpec, plan_buffers, plan_errors
+from fastmp.schedule.schedule import Step
 
 __all__ = ["Backend", "Graph", "GraphError", "GraphManager", "StepRunner"]
 
@@ -143,7 +143,7 @@ class GraphManager:
     Example:
         >>> from torch import nn
         >>> from fastmp.cuda_graphs import RecordingBackend
-        >>> from fastmp.pipeline import Schedule
+        >>> from fastmp.schedule import Schedule
         >>> chain = LayerChain([nn.Linear(8, 8), nn.ReLU()])
         >>> manager = GraphManager([chain], Schedule(1, 2).order(0), backend=RecordingBackend())
         >>> for _ in range(4):  # two eager steps, one that is captured, one that is replayed
@@ -442,6 +442,12 @@ class GraphManager:
         replay = torch.tensor(own, dtype=torch.int32, device=self._device)
         dist.all_reduce(replay, dist.ReduceOp.MIN, group=self.group)
         return bool(replay)
+
+
+def check_plan(plan: BufferPlan) -> None:
+    """Prove that no graph of `plan` overwrites what a later one reads. GraphError names both."""
+    for error in plan_errors(plan):
+        raise GraphError(f"graphs: the buffer plan is wrong: {error}")
 
 
 def _spec_and_grad(tensor: Tensor) -> tuple[TensorSpec, bool]:

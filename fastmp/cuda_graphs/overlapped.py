@@ -18,8 +18,8 @@ from fastmp.cuda_graphs.manager import GraphManager
 from fastmp.cuda_graphs.partition import Span, partition_sections
 from fastmp.nn.overlap import OverlappedLayers
 from fastmp.nn.segment import LayerChain, Tensors
-from fastmp.pipeline.schedule import Step
-from fastmp.pipeline.stream_schedule import compute_ops, graph_order
+from fastmp.schedule.schedule import Step
+from fastmp.schedule.stream_schedule import compute_ops, graph_order
 
 __all__ = ["OverlappedGraphManager"]
 

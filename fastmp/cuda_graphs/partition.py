@@ -19,11 +19,11 @@ from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten
 
-from fastmp.cuda_graphs.buffer_plan import TensorSpec
-from fastmp.cuda_graphs.scope import layer_groups, span_kinds
 from fastmp.cuda_graphs.skipped_hooks import merge_hooked_layers
 from fastmp.nn.segment import BoundSegment, Call, LayerChain, Tensors, run_segments
-from fastmp.pipeline.stream_schedule import SegmentFacts
+from fastmp.schedule.buffer_plan import TensorSpec
+from fastmp.schedule.scope import layer_groups, span_kinds
+from fastmp.schedule.stream_schedule import SegmentFacts
 
 __all__ = [
     "CapturedSpan", "EagerSpan", "Shared", "Span", "SpanTrace", "called_modules", "made_by",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fastmp.cuda_graphs.errors import GraphError
 from fastmp.cuda_graphs.graph_set import GraphSet, Key, ReplaySlot
 from fastmp.cuda_graphs.partition import CapturedSpan
-from fastmp.pipeline.schedule import FORWARD
+from fastmp.schedule.schedule import FORWARD
 
 __all__ = ["Position"]
 

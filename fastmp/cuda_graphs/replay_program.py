@@ -17,8 +17,8 @@ from fastmp.cuda_graphs.graph_set import Captured, Gradients, GraphSet, Key, Rep
 from fastmp.cuda_graphs.partition import CapturedSpan, Span
 from fastmp.nn.segment import Tensors
 from fastmp.ops.core.built import load_for_this_torch
-from fastmp.pipeline.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from fastmp.profiling import region, shows_in_nsight
+from fastmp.schedule.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 __all__ = [
     "REPLAY", "BackwardEntry", "ForwardEntry", "ProgramExecutor", "ReplayProgram", "SlotEntry", "program_of",

@@ -18,7 +18,7 @@ from fastmp.cuda_graphs.partition import CapturedSpan, made_by
 from fastmp.cuda_graphs.restore import SpanSnapshot, random_states, restore_random_states
 from fastmp.nn.segment import Tensors, may_be_void, rerunning
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
-from fastmp.pipeline.schedule import BACKWARD
+from fastmp.schedule.schedule import BACKWARD
 
 __all__ = ["Verifier"]
 

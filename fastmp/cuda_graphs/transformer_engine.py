@@ -20,14 +20,14 @@ from torch.autograd import Function
 from torch.utils._pytree import TreeSpec
 
 from fastmp.cuda_graphs import hooks
-from fastmp.cuda_graphs.buffer_plan import BufferPlan
 from fastmp.cuda_graphs.errors import CaptureError
 from fastmp.cuda_graphs.graph_set import GraphSet
 from fastmp.cuda_graphs.manager import GraphManager
 from fastmp.cuda_graphs.partition import CapturedSpan, EagerSpan
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn.segment import LayerChain, Tensors, run_segments
-from fastmp.pipeline.schedule import BACKWARD, FORWARD, Step
+from fastmp.schedule.buffer_plan import BufferPlan
+from fastmp.schedule.schedule import BACKWARD, FORWARD, Step
 
 __all__ = ["Arguments", "TransformerEngineManager", "arguments"]
 

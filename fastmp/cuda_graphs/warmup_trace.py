@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from fastmp.cuda_graphs.backends.interface import Backend
-from fastmp.cuda_graphs.buffer_plan import SpanSpec, TensorSpec
 from fastmp.cuda_graphs.hooks import call_pre_hooks
 from fastmp.cuda_graphs.partition import (
     CapturedSpan,
@@ -23,7 +22,8 @@ from fastmp.cuda_graphs.partition import (
     spec_of,
 )
 from fastmp.nn.segment import Tensors, run_segments
-from fastmp.pipeline.schedule import FORWARD, Step
+from fastmp.schedule.buffer_plan import SpanSpec, TensorSpec
+from fastmp.schedule.schedule import FORWARD, Step
 
 __all__ = ["WarmupTrace"]
 

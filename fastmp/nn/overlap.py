@@ -3,7 +3,7 @@
 `OverlappedLayers` is the runner of the chunks' `LayerChain`s. It partitions a chain where segments
 begin or cease to communicate, and cuts the autograd graph at the same places, so that a backward also runs
 part by part. A forward that is overlapped with a backward interleaves the parts of both in the order of
-`fastmp.pipeline.stream_schedule`. On a GPU, communication runs on the exchange stream. Embeddings and losses
+`fastmp.schedule.stream_schedule`. On a GPU, communication runs on the exchange stream. Embeddings and losses
 outside the chains use plain autograd: their backward ends where a chain ends, and continues where it begins.
 
 The order of sums does not change: losses, gradients and random numbers are bit for bit those of a run without
@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fastmp.distributed.streams import exchange_stream
 from fastmp.nn.segment import BoundSegment, LayerChain, Tensors, run_segments
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
-from fastmp.pipeline.stream_schedule import (
+from fastmp.schedule.stream_schedule import (
     Launch,
     SegmentCost,
     backward_ops,

@@ -24,18 +24,32 @@ import torch
 from torch import nn
 
 from fastmp.distributed.deferred import finish_all, finishing
-from fastmp.pipeline.stream_schedule import SegmentFacts
 from fastmp.profiling import region
+from fastmp.schedule.stream_schedule import SegmentFacts
 
 __all__ = [
-    "BoundSegment", "LayerChain", "Runner", "Segment", "SegmentedLayer", "SingleSegment", "is_rerun",
-    "may_be_void", "rerunning", "run_segments",
+    "BoundSegment", "LayerChain", "Runner", "Segment", "SegmentedLayer", "SingleSegment", "StageOutput",
+    "is_rerun", "may_be_void", "rerunning", "run_segments",
 ]  # fmt: skip
 
 Tensors = tuple[torch.Tensor, ...]
 Call = Callable[..., torch.Tensor | Tensors]
 Runner = Callable[["LayerChain", Tensors, Mapping[str, Any]], Tensors]
 _is_rerun = False
+
+
+class StageOutput(NamedTuple):
+    """Result of a chunk of a pipeline that returns more than the tensors for the next stage.
+
+    Attributes:
+        tensors: for the next stage, or for the loss function.
+        loss: 0-dim, a loss of this stage (the auxiliary losses of experts); its gradient is 1.
+        stats: anything, returned to the caller; it must not hold the autograd graph.
+    """
+
+    tensors: torch.Tensor | Sequence[torch.Tensor]
+    loss: torch.Tensor | None = None
+    stats: Any = None
 
 
 @contextmanager

@@ -22,9 +22,9 @@ from fastmp.nn.documents import Documents
 from fastmp.nn.gpt import GPT
 from fastmp.nn.language_model import LanguageModel, StageSpec
 from fastmp.nn.placement import Placement
+from fastmp.nn.segment import StageOutput
 from fastmp.optim.grad_buffers import GradBuffer
-from fastmp.pipeline.runner import StageOutput
-from fastmp.pipeline.stage_map import StageMap
+from fastmp.schedule.stage_map import StageMap
 
 __all__ = ["GPTStage", "gpt_stages", "layers_of_stages", "stages_of", "sum_tied_gradients"]
 

@@ -15,7 +15,8 @@ _PACKAGES = {
     "split_to_group",
     "optim": "AdamW GradBuffer LossScale LossScaler Muon ParameterGroup bucket_layout clip_coefficient "
     "global_grad_norm next_loss_scale shard_ranges update_cost",
-    "pipeline": "Costs Pipeline PipelineError PipelineResult Schedule StageOutput Step",
+    "pipeline": "Pipeline PipelineError PipelineResult StageOutput",
+    "schedule": "Costs Schedule Step",
     "tensor_parallel": "ColumnParallelLinear ParallelAttributes RowParallelLinear VocabParallelEmbedding "
     "cut_sequence join_sequence parallel_attributes parallel_logits sharded_state_dict "
     "vocab_parallel_cross_entropy vocab_parallel_linear_cross_entropy vocab_parallel_linear_log_probs",

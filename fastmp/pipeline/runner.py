@@ -32,16 +32,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fastmp.distributed.collectives import all_reduce_, group_rank, group_size
+from fastmp.nn.segment import StageOutput
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
-from fastmp.pipeline.messages import Message, RankProgram, forward_orders, rank_programs
-from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step, together
-from fastmp.pipeline.stage_map import StageMap
 from fastmp.pipeline.stage_specs import HEADER, Spec, decode, encode, in_words
 from fastmp.pipeline.transfers import Transfer, same_ranks
 from fastmp.profiling import phase, region
+from fastmp.schedule.messages import Message, RankProgram, forward_orders, rank_programs
+from fastmp.schedule.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step, together
+from fastmp.schedule.stage_map import StageMap
 from fastmp.status import process_status
 
-__all__ = ["Pipeline", "PipelineError", "PipelineResult", "StageOutput"]
+__all__ = ["Pipeline", "PipelineError", "PipelineResult"]
 
 Tensors = tuple[Tensor, ...]
 Outputs = Tensor | Sequence[Tensor]
@@ -51,20 +52,6 @@ _MAX_SENDING = 2  # pending sends; with more this rank waits for the oldest
 
 class PipelineError(RuntimeError):
     """Failure of a step on this rank, both named in the message; the cause is the exception of the step."""
-
-
-class StageOutput(NamedTuple):
-    """Result of a chunk that returns more than the tensors for the next stage.
-
-    Attributes:
-        tensors: for the next stage, or for the loss function.
-        loss: 0-dim, a loss of this stage (the auxiliary losses of experts); its gradient is 1.
-        stats: anything, returned to the caller; it must not hold the autograd graph.
-    """
-
-    tensors: Outputs
-    loss: Tensor | None = None
-    stats: Any = None
 
 
 class Overlap(Protocol):
@@ -135,7 +122,7 @@ class Pipeline:
             orders deadlock or are incomplete, or if the two groups differ in their ranks.
 
     Example:
-        >>> from fastmp.pipeline import Schedule
+        >>> from fastmp.schedule import Schedule
         >>> pipeline = Pipeline(
         ...     [nn.Linear(4, 4)], Schedule(pp=1, num_microbatches=2).orders(), group=None,
         ...     inputs=lambda batch: batch, loss=lambda y, batch: y.square().mean(),

@@ -9,7 +9,6 @@ from typing import Any
 
 from fastmp.config import Recipe
 from fastmp.config.console import to_stderr
-from fastmp.cuda_graphs.scope import captured_segments
 from fastmp.plan.layout import make_schedule
 from fastmp.plan.pipeline_time import shorter
 from fastmp.plan.rank_load import MeasuredLoad
@@ -18,6 +17,7 @@ from fastmp.plan.segments import all_segments, exchange_segments, segments, step
 from fastmp.plan.shapes import Shapes, shapes_of
 from fastmp.plan.stash_size import describe_stash, stash_facts
 from fastmp.plan.step_report import may_be_void, step_program
+from fastmp.schedule.scope import captured_segments
 
 
 def main(arguments: list[str]) -> int:
@@ -58,7 +58,7 @@ def _plot(facts: dict[str, Any], out: str) -> None:
 def graph_facts(recipe: Recipe, world_size: int, measured: MeasuredLoad | None = None) -> dict[str, Any]:
     """Plan the graphs of each pipeline rank of a recipe that fits; sizes are in bytes.
 
-    ValueError as `fastmp.cuda_graphs.scope.captured_segments`.
+    ValueError as `fastmp.schedule.scope.captured_segments`.
     """
     layout, scope, shapes = recipe.parallel, recipe.graphs.scope, shapes_of(recipe, world_size)
     if "full_step" in (scope or ()):

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 from fastmp.config import GPTConfig, GraphConfig
 from fastmp.config.sizes import layer_flops_per_token
-from fastmp.cuda_graphs.scope import captured_segments
 from fastmp.plan import traffic
 from fastmp.plan.hardware import GPU, Link, link
 from fastmp.plan.kernels import ATTENTION, LAUNCH, LAUNCHES, Gemm, Kernels, gemm_time
 from fastmp.plan.segments import all_segments, segments
 from fastmp.plan.shapes import Shapes
+from fastmp.schedule.scope import captured_segments
 
 FORWARD, REPEATED, INPUT, WEIGHT = "forward", "recomputation", "backward of inputs", "backward of weights"
 _FLASH_BACKWARD = 2.5  # five GEMMs for two

@@ -15,8 +15,8 @@ from fastmp.config import DISPATCHERS, ParallelConfig, Recipe
 from fastmp.config.dispatchers import DispatchSizes
 from fastmp.config.specs import SCHEDULES
 from fastmp.distributed.grid import RankGrid
-from fastmp.pipeline.schedule import Schedule
-from fastmp.pipeline.stage_map import StageMap
+from fastmp.schedule.schedule import Schedule
+from fastmp.schedule.stage_map import StageMap
 
 __all__ = [
     "Problem",

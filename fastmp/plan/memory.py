@@ -16,12 +16,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fastmp.config import OPTIMIZERS, Recipe
-from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
 from fastmp.plan import activations
 from fastmp.plan.parameters import fp8_copies, rank_buffers, rank_parameters, stage_kinds, stage_map
 from fastmp.plan.rank_load import MeasuredLoad
 from fastmp.plan.shapes import Shapes
 from fastmp.plan.stash_size import ring_of_rank
+from fastmp.schedule.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
 
 _FLOAT32 = 4  # bytes
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from fastmp.config import NORMS, OPTIMIZERS, BertConfig, GPTConfig, ParallelConfig, Recipe
 from fastmp.config.precision import Fp8Recipe
 from fastmp.optim.flat_layout import Buffer, ParamSpec, matrix_cost, plan_buffers
-from fastmp.pipeline.stage_map import StageMap
 from fastmp.plan.shapes import Shapes
+from fastmp.schedule.stage_map import StageMap
 
 __all__ = [
     *("expert_chunks", "expert_stages", "is_mtp_projection", "layer_size", "rank_buffers", "rank_parameters"),

@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from fastmp.pipeline.schedule import Schedule
-from fastmp.pipeline.simulate import CheckedOrders, Costs, check_orders, simulate
+from fastmp.schedule.schedule import Schedule
+from fastmp.schedule.simulate import CheckedOrders, Costs, check_orders, simulate
 
 LONG = 4096  # steps of all ranks, each a microbatch in a chunk, from which on a simulation is continued
 _GROUPS = 8  # microbatches of a shorter step over its group size, at least

@@ -22,7 +22,6 @@ from fastmp.config.sizes import (
     mtp_parameters,
     projection_flops_per_token,
 )
-from fastmp.pipeline.simulate import Costs, Simulation, simulate
 from fastmp.plan import traffic
 from fastmp.plan.activations import layer_input, layer_parts
 from fastmp.plan.layer_time import not_repeated
@@ -32,6 +31,7 @@ from fastmp.plan.parameters import stage_kinds, stage_layers, stage_map
 from fastmp.plan.rank_load import MeasuredLoad
 from fastmp.plan.shapes import Shapes, shapes_of
 from fastmp.plan.stash_size import describe_stash, stash_facts
+from fastmp.schedule.simulate import Costs, Simulation, simulate
 
 _ATTENTION_BACKWARD = 2.5  # backward over forward: five GEMMs for two
 

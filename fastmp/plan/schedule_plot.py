@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
-from fastmp.pipeline.simulate import Event
+from fastmp.schedule.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from fastmp.schedule.simulate import Event
 
 INK, PAPER = "#1f2937", "#ffffff"
 # The first and the last chunk's colour; those in between are mixed.

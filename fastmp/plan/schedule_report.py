@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from fastmp.config.command_line import Parser
 from fastmp.config.console import to_stderr
 from fastmp.config.specs import SCHEDULES
-from fastmp.pipeline.schedule import (
+from fastmp.schedule.schedule import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
@@ -16,7 +16,7 @@ from fastmp.pipeline.schedule import (
     Step,
     integers,
 )
-from fastmp.pipeline.simulate import Costs, Simulation, simulate
+from fastmp.schedule.simulate import Costs, Simulation, simulate
 
 _MAX_RANKS, _MAX_STEPS = 32, 128  # longer lists are shortened for people, never in JSON
 

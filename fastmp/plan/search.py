@@ -24,7 +24,6 @@ from itertools import accumulate, count, pairwise
 from typing import Any
 
 from fastmp.config import Recipe
-from fastmp.pipeline.schedule import Schedule
 from fastmp.plan.graphs import bytes_beside_activations
 from fastmp.plan.layout import Problem, make_schedule, problems, smallest_groups
 from fastmp.plan.memory import memory
@@ -41,6 +40,7 @@ from fastmp.plan.search_bounds import (
 from fastmp.plan.shapes import Shapes, shapes_of
 from fastmp.plan.space import GRAPHS, STATES, Candidate, Layout, Space, divide_layers
 from fastmp.plan.step_time import StepTime, step_time
+from fastmp.schedule.schedule import Schedule
 
 SLOWEST = 1.2  # times the fastest step: slower candidates are of no interest
 TOLERANCE = 0.01  # of time and memory, by which candidates are alike

@@ -12,9 +12,6 @@ from typing import Any, NamedTuple
 
 from fastmp.config import OPTIMIZERS, GPTConfig
 from fastmp.config.sizes import layer_parameters, pad_vocab
-from fastmp.pipeline.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, Schedule
-from fastmp.pipeline.schedule import FORWARD as FORWARD_STEP
-from fastmp.pipeline.stage_map import StageMap
 from fastmp.plan import activations
 from fastmp.plan.kernels import FASTMP
 from fastmp.plan.layer_time import (
@@ -35,6 +32,9 @@ from fastmp.plan.pipeline_time import shorter
 from fastmp.plan.shapes import Shapes, shapes_of
 from fastmp.plan.space import STATES, Candidate, Layout, Space, graphs_of
 from fastmp.plan.stash_size import row_width
+from fastmp.schedule.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, Schedule
+from fastmp.schedule.schedule import FORWARD as FORWARD_STEP
+from fastmp.schedule.stage_map import StageMap
 
 ROUNDING = 1.0 - 1e-9  # of a bound, which adds in another order than the estimate
 _FP8_COPIES = 1.9  # bytes of a weight in both orientations, next to small ones that have no copies

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from fastmp.config import MoEConfig
 from fastmp.config.dispatchers import TensorFact
-from fastmp.cuda_graphs.buffer_plan import SpanSpec, TensorSpec
-from fastmp.cuda_graphs.scope import captured_segments, layer_groups
-from fastmp.pipeline.stage_map import StageMap
-from fastmp.pipeline.stream_schedule import SegmentCost, SegmentFacts, partition_segments
 from fastmp.plan.parameters import layer_size
 from fastmp.plan.shapes import Shapes
+from fastmp.schedule.buffer_plan import SpanSpec, TensorSpec
 from fastmp.schedule.program import Span
+from fastmp.schedule.scope import captured_segments, layer_groups
+from fastmp.schedule.stage_map import StageMap
+from fastmp.schedule.stream_schedule import SegmentCost, SegmentFacts, partition_segments
 
 
 class CrossingTensor:

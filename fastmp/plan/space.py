@@ -18,9 +18,9 @@ from fastmp.config import DISPATCHERS, GPTConfig, GraphConfig, Recipe
 from fastmp.config.dispatchers import select_dispatcher
 from fastmp.config.sizes import head_flops_per_token, layer_flops_per_token, projection_flops_per_token
 from fastmp.config.specs import SCHEDULES
-from fastmp.pipeline.stage_map import StageMap
 from fastmp.plan.hardware import GPU
 from fastmp.plan.layout import smallest_groups
+from fastmp.schedule.stage_map import StageMap
 
 CHUNKS, MOST_STAGES, MOST_TP = (1, 2, 4, 8), 64, 16
 MICRO_BATCH_SIZES = (1, 2, 4, 8)

@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 from fastmp.config import Recipe
 from fastmp.config.dispatchers import STASH_STATE, DispatchSizes
 from fastmp.config.specs import SCHEDULES
-from fastmp.pipeline.schedule import BACKWARD_INPUT, FORWARD, Schedule, Step
-from fastmp.pipeline.stream_schedule import SegmentCost, compute_ops, graph_orders
 from fastmp.plan.layout import make_schedule
 from fastmp.plan.parameters import expert_chunks, stage_ranges
 from fastmp.plan.pipeline_time import shorter
 from fastmp.plan.rank_load import Load, MeasuredLoad
 from fastmp.plan.segments import stage_segment_costs
 from fastmp.plan.shapes import Shapes
+from fastmp.schedule.schedule import BACKWARD_INPUT, FORWARD, Schedule, Step
+from fastmp.schedule.stream_schedule import SegmentCost, compute_ops, graph_orders
 
 __all__ = [
     "LiveEntries",
@@ -71,7 +71,7 @@ def live_entries(order: Iterable[Step], layers: Sequence[int]) -> LiveEntries:
             first, and released in the backward, the last layer first: in that of weights, if it is split.
 
     Example:
-        >>> from fastmp.pipeline.schedule import Schedule
+        >>> from fastmp.schedule.schedule import Schedule
         >>> live_entries(Schedule(pp=2, num_microbatches=4).order(0), layers=[3])
         LiveEntries(most=6, peaks=3, wraps=True)
     """

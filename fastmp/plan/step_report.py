@@ -9,12 +9,12 @@ from typing import Any
 
 from fastmp.config import Recipe
 from fastmp.config.console import to_stderr
-from fastmp.cuda_graphs.buffer_plan import SpanSpec
 from fastmp.plan.layout import make_schedule
 from fastmp.plan.parameters import stage_ranges
 from fastmp.plan.resources import fitting_recipe, recipe_parser
 from fastmp.plan.segments import chain_facts, full_scope_spans, span_specs
 from fastmp.plan.shapes import Shapes, shapes_of
+from fastmp.schedule.buffer_plan import SpanSpec
 from fastmp.schedule.planner import TAIL, make_program
 from fastmp.schedule.program import Program, in_words, with_buffers
 
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
 def step_program(recipe: Recipe, shapes: Shapes, rank: int, scope: Sequence[str] | None) -> Program:
     """Plan the step of pipeline rank `rank` of a recipe that fits; scope: the segments to capture.
 
-    ValueError for a rank outside the pipeline, or as `fastmp.cuda_graphs.scope.captured_segments`.
+    ValueError for a rank outside the pipeline, or as `fastmp.schedule.scope.captured_segments`.
     """
     grid, schedule = shapes.grid, make_schedule(recipe.parallel, shapes.num_microbatches)
     if not 0 <= rank < grid.pp:

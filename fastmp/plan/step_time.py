@@ -25,16 +25,6 @@ from functools import lru_cache
 
 from fastmp.config import GraphConfig, Recipe
 from fastmp.config.sizes import flops_per_token
-from fastmp.pipeline.schedule import Schedule
-from fastmp.pipeline.simulate import Costs
-from fastmp.pipeline.stream_schedule import (
-    SegmentCost,
-    backward_ops,
-    forward_ops,
-    interleave,
-    simulate_streams,
-    unit_cost,
-)
 from fastmp.plan import traffic
 from fastmp.plan.hardware import GPU
 from fastmp.plan.kernels import FASTMP, LAUNCH, Kernels, gemm_time
@@ -61,6 +51,16 @@ from fastmp.plan.memory import grad_bytes, state_bytes
 from fastmp.plan.parameters import fp8_buffers, rank_buffers, rank_parameters, stage_kinds, stage_ranges
 from fastmp.plan.pipeline_time import pipeline_time
 from fastmp.plan.shapes import Shapes, shapes_of
+from fastmp.schedule.schedule import Schedule
+from fastmp.schedule.simulate import Costs
+from fastmp.schedule.stream_schedule import (
+    SegmentCost,
+    backward_ops,
+    forward_ops,
+    interleave,
+    simulate_streams,
+    unit_cost,
+)
 
 ONCE, IDLE, IMBALANCE = "once a step", "pipeline idle", "expert imbalance"
 _EXCHANGES = ("ep", "etp", "etp-ep")  # groups over which rows of experts travel

@@ -14,9 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 from fastmp.config import Recipe
-from fastmp.pipeline.simulate import Event, Simulation, simulate
-from fastmp.pipeline.steps import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
-from fastmp.pipeline.steps import FORWARD as FORWARD_STEP
 from fastmp.plan import traffic
 from fastmp.plan.hardware import GPU
 from fastmp.plan.layer_time import FORWARD, INPUT, REPEATED, WEIGHT
@@ -25,6 +22,9 @@ from fastmp.plan.parameters import stage_kinds
 from fastmp.plan.shapes import Shapes
 from fastmp.plan.step_gaps import CATEGORY, Table
 from fastmp.plan.step_time import IDLE, IMBALANCE, ONCE, StepModel, hide, step_model
+from fastmp.schedule.simulate import Event, Simulation, simulate
+from fastmp.schedule.steps import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
+from fastmp.schedule.steps import FORWARD as FORWARD_STEP
 
 _PHASES = {
     FORWARD_STEP: (FORWARD,),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from fastmp.cuda_graphs.buffer_plan import plan_errors
-from fastmp.pipeline.steps import FORWARD
+from fastmp.schedule.buffer_plan import plan_errors
 from fastmp.schedule.program import KINDS, Instruction, Program, buffer_plan, in_words
+from fastmp.schedule.steps import FORWARD
 
 __all__ = ["check_program"]
 
@@ -33,7 +33,7 @@ def check_program(programs: Sequence[Program]) -> None:
         ValueError: naming the rank and the instruction.
 
     Example:
-        >>> from fastmp.pipeline.schedule import Schedule
+        >>> from fastmp.schedule.schedule import Schedule
         >>> from fastmp.schedule.planner import make_program
         >>> check_program([make_program(Schedule(2, 4), rank, [[]]) for rank in range(2)])
     """

@@ -7,19 +7,19 @@ from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-from fastmp.cuda_graphs.scope import span_kinds
-from fastmp.pipeline.messages import RankProgram, forward_orders, rank_programs
-from fastmp.pipeline.schedule import Schedule
-from fastmp.pipeline.stage_map import StageMap
-from fastmp.pipeline.steps import BACKWARD_WEIGHT, FORWARD, Step
-from fastmp.pipeline.stream_schedule import (
+from fastmp.schedule.messages import RankProgram, forward_orders, rank_programs
+from fastmp.schedule.program import KINDS, LOSS, Instruction, Program, Span
+from fastmp.schedule.schedule import Schedule
+from fastmp.schedule.scope import span_kinds
+from fastmp.schedule.stage_map import StageMap
+from fastmp.schedule.steps import BACKWARD_WEIGHT, FORWARD, Step
+from fastmp.schedule.stream_schedule import (
     SegmentCost,
     SegmentFacts,
     kind_of,
     partition_segments,
     step_launches,
 )
-from fastmp.schedule.program import KINDS, LOSS, Instruction, Program, Span
 
 __all__ = ["TAIL", "make_program"]
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fastmp.cuda_graphs.buffer_plan import (
+from fastmp.schedule.buffer_plan import (
     BufferPlan,
     Lease,
     ReplayStep,
@@ -27,9 +27,9 @@ from fastmp.cuda_graphs.buffer_plan import (
     TensorSpec,
     plan_buffers,
 )
-from fastmp.cuda_graphs.lanes import Flight
-from fastmp.pipeline.stage_map import StageMap
-from fastmp.pipeline.steps import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
+from fastmp.schedule.lanes import Flight
+from fastmp.schedule.stage_map import StageMap
+from fastmp.schedule.steps import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
 
 __all__ = ["KINDS", "LOSS", "Instruction", "Program", "Span", "buffer_plan", "in_words", "with_buffers"]
 

@@ -20,7 +20,7 @@ from fastmp.cuda_graphs.overlapped import OverlappedGraphManager
 from fastmp.cuda_graphs.partition import partition
 from fastmp.nn.moe.lossless import LosslessForwards
 from fastmp.nn.segment import LayerChain
-from fastmp.pipeline.schedule import Step, followed
+from fastmp.schedule.schedule import Step, followed
 from fastmp.training.microbatches import evaluation_mode
 
 if TYPE_CHECKING:

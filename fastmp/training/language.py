@@ -33,7 +33,7 @@ from fastmp.nn.mtp import FutureTokens
 from fastmp.nn.placement import Placement
 from fastmp.nn.stages import GPTStage, gpt_stages, sum_tied_gradients
 from fastmp.pipeline.runner import Pipeline
-from fastmp.pipeline.schedule import Schedule
+from fastmp.schedule.schedule import Schedule
 from fastmp.tensor_parallel.context import cut_sequence, local_positions
 from fastmp.tensor_parallel.fp8_linear import native_block
 from fastmp.training.data.dataset import IGNORE_INDEX

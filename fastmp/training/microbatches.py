@@ -26,8 +26,8 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.segment import LayerChain
 from fastmp.optim.named_params import named_parameters
 from fastmp.pipeline.runner import Pipeline, PipelineResult
-from fastmp.pipeline.schedule import Schedule, Step, together, with_loss
 from fastmp.profiling import phase
+from fastmp.schedule.schedule import Schedule, Step, together, with_loss
 from fastmp.training.function_chain import FunctionChain
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class PipelineLoss:
     shared: (batch) -> keywords for every stage.
     loss: (*tensors of the last stage, batch) -> (sum of the losses of the batch's tokens, number of tokens),
         or `MicrobatchLosses`.
-    schedule, group_size: `name` and `group_size` of the `fastmp.pipeline.schedule.Schedule`.
+    schedule, group_size: `name` and `group_size` of the `fastmp.schedule.schedule.Schedule`.
     after_reduce: called on every rank with the gradients after the data-parallel reduction, for parameters
         that several stages share. A sum before it could give their copies different bits.
 

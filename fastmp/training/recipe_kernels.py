@@ -25,6 +25,7 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.distributed.runtime import Runtime
 from fastmp.nn.documents import Documents
+from fastmp.nn.segment import StageOutput
 from fastmp.ops.precompile import (
     Code,
     compile_all,
@@ -35,7 +36,6 @@ from fastmp.ops.precompile import (
 )
 from fastmp.optim.from_config import make_grads, make_optimizer
 from fastmp.optim.grad_norm import clip_coefficient, global_grad_norm
-from fastmp.pipeline.runner import StageOutput
 from fastmp.plan.layout import make_grid
 from fastmp.tensor_parallel.fp8_linear import block_of
 from fastmp.training.language import model_and_loss

@@ -10,9 +10,9 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.moe.activation_stash import ActivationStash
 from fastmp.nn.moe.layer import MoELayer
 from fastmp.nn.segment import LayerChain
-from fastmp.pipeline.schedule import BACKWARD_WEIGHT
 from fastmp.plan.rank_load import Load
 from fastmp.plan.stash_size import live_entries, overlapped_entries, ring_rows
+from fastmp.schedule.schedule import BACKWARD_WEIGHT
 from fastmp.training.microbatches import MicrobatchRunner
 
 __all__ = ["attach_stash"]

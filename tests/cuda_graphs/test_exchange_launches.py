@@ -16,7 +16,7 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import GPT, Placement
 from fastmp.optim.grad_buffers import GradBuffer
-from fastmp.pipeline.schedule import Schedule
+from fastmp.schedule.schedule import Schedule
 from fastmp.testing.ranks import run_ranks
 
 NO_KERNELS = {  # of aten: they make another view of a tensor, or memory that nothing is written to

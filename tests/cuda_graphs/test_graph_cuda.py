@@ -17,7 +17,7 @@ from fastmp.cuda_graphs.errors import CaptureError
 from fastmp.cuda_graphs.manager import GraphManager
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import GPT, LayerChain, Placement
-from fastmp.pipeline.schedule import Schedule
+from fastmp.schedule.schedule import Schedule
 
 pytestmark = pytest.mark.gpu
 CUDA = {"device": "cuda"}

@@ -17,7 +17,7 @@ from fastmp.cuda_graphs.restore import repeatable_backward
 from fastmp.nn.segment import LayerChain
 from fastmp.ops.core import backends
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
-from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
+from fastmp.schedule.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
 
 
 class FailingBackend(RecordingBackend):

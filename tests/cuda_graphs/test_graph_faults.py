@@ -13,15 +13,15 @@ from torch import nn
 from fastmp.cuda_graphs import graph_set, hooks, partition, warmup_trace
 from fastmp.cuda_graphs import manager as managers
 from fastmp.cuda_graphs.backends.recording import Pool, RecordingBackend
-from fastmp.cuda_graphs.buffer_plan import SpanSpec, TensorSpec, plan_buffers
-from fastmp.cuda_graphs.buffer_plan import plan_errors as problems
 from fastmp.cuda_graphs.errors import CaptureError, GraphError
 from fastmp.cuda_graphs.graph_set import ReplaySlot
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer
 from fastmp.ops.wgrad import WgradQueue
 from fastmp.pipeline.runner import PipelineError
-from fastmp.pipeline.schedule import BACKWARD, FORWARD, Step
+from fastmp.schedule.buffer_plan import SpanSpec, TensorSpec, plan_buffers
+from fastmp.schedule.buffer_plan import plan_errors as problems
+from fastmp.schedule.schedule import BACKWARD, FORWARD, Step
 from tools.prove.graphs import ORDER as OVERLAPPING
 from tools.prove.graphs import one_buffer
 

@@ -18,7 +18,7 @@ from fastmp.cuda_graphs.partition import Span
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import LayerChain, SingleSegment
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
-from fastmp.pipeline.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
+from fastmp.schedule.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
 from fastmp.tensor_parallel.layers import ColumnParallelLinear
 
 

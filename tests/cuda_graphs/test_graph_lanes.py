@@ -13,22 +13,21 @@ from torch import nn
 
 from fastmp.cuda_graphs import replay_program
 from fastmp.cuda_graphs.backends.recording import Pool, RecordingBackend
-from fastmp.cuda_graphs.buffer_plan import (
-    BufferPlan,
-    SpanSpec,
-    TensorSpec,
-    check_plan,
-    plan_buffers,
-    plan_errors,
-)
 from fastmp.cuda_graphs.errors import GraphError
-from fastmp.cuda_graphs.lanes import assign_lanes
-from fastmp.cuda_graphs.manager import GraphManager
+from fastmp.cuda_graphs.manager import GraphManager, check_plan
 from fastmp.cuda_graphs.position import Position
 from fastmp.nn import LayerChain
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad, linear
-from fastmp.pipeline.schedule import BACKWARD_WEIGHT, FORWARD, Schedule, Step, with_loss
-from fastmp.pipeline.stream_schedule import SegmentFacts, compute_ops, graph_order, partition_segments
+from fastmp.schedule.buffer_plan import (
+    BufferPlan,
+    SpanSpec,
+    TensorSpec,
+    plan_buffers,
+    plan_errors,
+)
+from fastmp.schedule.lanes import assign_lanes
+from fastmp.schedule.schedule import BACKWARD_WEIGHT, FORWARD, Schedule, Step, with_loss
+from fastmp.schedule.stream_schedule import SegmentFacts, compute_ops, graph_order, partition_segments
 
 HIDDEN = TensorSpec((4, 2, 8), "bfloat16")
 SPAN = SpanSpec("layers", (HIDDEN,), (HIDDEN,))

@@ -12,11 +12,11 @@ import pytest
 from layout_tools import DENSE_4, MOE_4, SOME, STEPS, Layout, assert_same_layout, train_layout
 from marks import full
 
-from fastmp.cuda_graphs.scope import layer_groups
 from fastmp.distributed.collectives import group_rank, group_size
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.pipeline.schedule import Schedule
+from fastmp.schedule.schedule import Schedule
+from fastmp.schedule.scope import layer_groups
 from fastmp.testing.ranks import run_ranks
 
 DENSE_2, MOE_2 = (replace(config, num_layers=2) for config in (DENSE_4, MOE_4))

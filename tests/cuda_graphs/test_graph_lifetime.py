@@ -17,7 +17,7 @@ from fastmp.cuda_graphs.errors import GraphError
 from fastmp.cuda_graphs.manager import GraphManager
 from fastmp.nn import LayerChain
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
-from fastmp.pipeline.schedule import Schedule
+from fastmp.schedule.schedule import Schedule
 
 
 def step(chain, manager=None):

@@ -13,7 +13,7 @@ from fastmp.cuda_graphs.backends.recording import RecordingBackend
 from fastmp.cuda_graphs.manager import GraphError, GraphManager
 from fastmp.nn import GPT, Placement
 from fastmp.optim.grad_buffers import GradBuffer
-from fastmp.pipeline.schedule import BACKWARD, FORWARD, Schedule, Step
+from fastmp.schedule.schedule import BACKWARD, FORWARD, Schedule, Step
 
 MOST = [SCOPES[0], SCOPES[-1], *full(SCOPES[1:-1])]
 

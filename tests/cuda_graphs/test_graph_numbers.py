@@ -23,7 +23,7 @@ from fastmp.nn import GPT, LayerChain, Placement, SingleSegment
 from fastmp.nn.dropout import Dropout
 from fastmp.optim.adamw import AdamW
 from fastmp.optim.grad_buffers import GradBuffer
-from fastmp.pipeline.schedule import Schedule
+from fastmp.schedule.schedule import Schedule
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

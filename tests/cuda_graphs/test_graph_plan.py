@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastmp.cuda_graphs.buffer_plan import (
+from fastmp.schedule.buffer_plan import (
     Lease,
     SpanSpec,
     TensorSpec,
     plan_buffers,
 )
-from fastmp.cuda_graphs.buffer_plan import plan_errors as problems
-from fastmp.cuda_graphs.scope import captured_segments
-from fastmp.pipeline.schedule import BACKWARD, FORWARD, Schedule, Step
+from fastmp.schedule.buffer_plan import plan_errors as problems
+from fastmp.schedule.schedule import BACKWARD, FORWARD, Schedule, Step
+from fastmp.schedule.scope import captured_segments
 
 HIDDEN = TensorSpec((4, 2, 8), "bfloat16")
 INDICES = TensorSpec((8, 2), "int32")

@@ -16,7 +16,7 @@ from fastmp.cuda_graphs.manager import GraphManager
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import LayerChain
-from fastmp.pipeline.schedule import BACKWARD, FORWARD, Step
+from fastmp.schedule.schedule import BACKWARD, FORWARD, Step
 from fastmp.testing.ranks import run_ranks
 
 

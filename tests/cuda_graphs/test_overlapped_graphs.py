@@ -21,8 +21,8 @@ from fastmp.cuda_graphs.overlapped import OverlappedGraphManager
 from fastmp.nn.overlap import OverlappedLayers
 from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer
 from fastmp.ops.wgrad import linear
-from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Schedule
-from fastmp.pipeline.stream_schedule import OpStep
+from fastmp.schedule.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Schedule
+from fastmp.schedule.stream_schedule import OpStep
 
 MICROBATCHES = 6
 BUNDLES = 3  # of graphs: one on each of two lanes, and one for the last backward, which overlaps nothing

@@ -15,7 +15,7 @@ from fastmp.cuda_graphs.errors import CaptureError
 from fastmp.cuda_graphs.explanation.report import explain
 from fastmp.cuda_graphs.manager import GraphManager
 from fastmp.nn import GPT, LayerChain, Segment, SingleSegment
-from fastmp.pipeline.schedule import Schedule
+from fastmp.schedule.schedule import Schedule
 
 
 class Block(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 
 from fastmp.cuda_graphs.errors import GraphError
 from fastmp.cuda_graphs.position import Position
-from fastmp.pipeline.schedule import BACKWARD, FORWARD
+from fastmp.schedule.schedule import BACKWARD, FORWARD
 
 # Two chunks of two spans, a microbatch each: forwards of chunk 0, of chunk 1, then their backwards.
 PLAN = [

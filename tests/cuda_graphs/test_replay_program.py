@@ -22,7 +22,7 @@ from fastmp.cuda_graphs.executor import StepExecutor
 from fastmp.cuda_graphs.manager import GraphManager
 from fastmp.cuda_graphs.replay_program import ProgramExecutor, ReplayProgram
 from fastmp.nn import LayerChain
-from fastmp.pipeline.schedule import Schedule
+from fastmp.schedule.schedule import Schedule
 from tools.silent_graphs import SilentBackend
 
 pytestmark = pytest.mark.skipif(

@@ -26,11 +26,11 @@ from hypothesis import strategies as st
 from fastmp.config import GraphConfig
 from fastmp.cuda_graphs import transformer_engine
 from fastmp.cuda_graphs.backends.recording import Pool, RecordedGraph
-from fastmp.cuda_graphs.buffer_plan import SpanSpec, TensorSpec, plan_buffers
 from fastmp.cuda_graphs.transformer_engine import TransformerEngineManager, arguments
 from fastmp.nn import GPT, Placement
 from fastmp.optim.grad_buffers import GradBuffer
-from fastmp.pipeline.schedule import BACKWARD, FORWARD, Schedule, Step
+from fastmp.schedule.buffer_plan import SpanSpec, TensorSpec, plan_buffers
+from fastmp.schedule.schedule import BACKWARD, FORWARD, Schedule, Step
 from fastmp.training.graphing import make_graphs
 from fastmp.training.language import token_loss
 from fastmp.training.microbatches import MicrobatchRunner

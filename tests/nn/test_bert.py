@@ -19,7 +19,7 @@ from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import GPT, Bert, Documents, Placement, bert_stages, sum_tied_gradients
 from fastmp.pipeline.runner import Pipeline
-from fastmp.pipeline.schedule import Schedule
+from fastmp.schedule.schedule import Schedule
 from fastmp.testing.ranks import run_ranks
 from tools.small_models import part_of, placed
 

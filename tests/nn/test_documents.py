@@ -16,7 +16,7 @@ from fastmp.cuda_graphs.manager import GraphManager
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import Documents, Placement, SelfAttention
-from fastmp.pipeline.schedule import Schedule
+from fastmp.schedule.schedule import Schedule
 from fastmp.tensor_parallel.context import cut_sequence
 from fastmp.testing.ranks import run_ranks
 from tools.small_models import make_gpt

@@ -19,7 +19,7 @@ from fastmp.distributed.collectives import group_rank, group_size
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import GPT, Placement
-from fastmp.pipeline.schedule import Schedule
+from fastmp.schedule.schedule import Schedule
 from fastmp.tensor_parallel.attributes import parallel_attributes
 from fastmp.testing.ranks import run_ranks
 

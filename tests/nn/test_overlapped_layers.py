@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from fastmp.nn import overlap
 from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer
 from fastmp.ops.wgrad import linear
-from fastmp.pipeline.schedule import BACKWARD, FORWARD, Schedule
+from fastmp.schedule.schedule import BACKWARD, FORWARD, Schedule
 
 
 class Layer(SegmentedLayer):

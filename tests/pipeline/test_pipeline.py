@@ -31,7 +31,7 @@ from torch import nn
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.pipeline.runner import Pipeline, StageOutput
-from fastmp.pipeline.schedule import Schedule, Step
+from fastmp.schedule.schedule import Schedule, Step
 from fastmp.tensor_parallel.layers import ColumnParallelLinear
 from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks

@@ -15,7 +15,7 @@ from torch import nn
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.pipeline.runner import Pipeline, PipelineError
-from fastmp.pipeline.schedule import Schedule
+from fastmp.schedule.schedule import Schedule
 from fastmp.tensor_parallel.layers import ColumnParallelLinear
 from fastmp.testing.ranks import RankError, run_ranks
 

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.bench_pipeline import bubble, run_asleep
-from fastmp.pipeline.schedule import Schedule
-from fastmp.pipeline.simulate import Costs, simulate
+from fastmp.schedule.schedule import Schedule
+from fastmp.schedule.simulate import Costs, simulate
 from fastmp.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.exhaustive  # wall-clock times: for a machine that does nothing else

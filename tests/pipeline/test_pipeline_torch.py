@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.pipeline.schedule import Schedule
+from fastmp.schedule.schedule import Schedule
 from fastmp.testing.ranks import run_ranks
 
 NUMBER = 8

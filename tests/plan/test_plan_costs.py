@@ -41,13 +41,13 @@ from fastmp.optim.from_config import make_grads, make_optimizer
 from fastmp.optim.grad_buffers import param_spec
 from fastmp.optim.muon import update_cost
 from fastmp.pipeline.runner import Pipeline
-from fastmp.pipeline.schedule import SCHEDULES, Schedule
 from fastmp.plan import activations, traffic
 from fastmp.plan.layout import make_grid, make_schedule, problems
 from fastmp.plan.memory import memory
 from fastmp.plan.parameters import fp8_copies, rank_parameters
 from fastmp.plan.resources import hardware_flops
 from fastmp.plan.shapes import shapes_of
+from fastmp.schedule.schedule import SCHEDULES, Schedule
 from fastmp.tensor_parallel.context import cut_sequence
 from fastmp.tensor_parallel.fp8_linear import quantized_weights
 from fastmp.testing.parallel import count_collectives

@@ -31,11 +31,11 @@ from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Documents
 from fastmp.nn.overlap import OverlappedLayers
 from fastmp.optim.from_config import make_grads
-from fastmp.pipeline.schedule import Schedule
 from fastmp.plan.graphs import graph_facts
 from fastmp.plan.layout import make_grid, problems
 from fastmp.plan.shapes import shapes_of
 from fastmp.plan.step_report import step_program, step_specs
+from fastmp.schedule.schedule import Schedule
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.graphing import make_graphs
 from fastmp.training.language import gpt_and_loss

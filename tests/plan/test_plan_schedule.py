@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from fastmp.apps import cli, plan
-from fastmp.pipeline.schedule import Schedule, Step, integers
-from fastmp.pipeline.simulate import simulate
 from fastmp.plan.schedule_plot import draw
+from fastmp.schedule.schedule import Schedule, Step, integers
+from fastmp.schedule.simulate import simulate
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "pipeline.md").read_text()
 EXAMPLE = ["schedule", "--pp", "4", "--vpp", "2", "--num-microbatches", "8"]

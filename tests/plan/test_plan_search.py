@@ -24,8 +24,6 @@ from fastmp.config import (
     TrainConfig,
 )
 from fastmp.config.recipe import load_recipe
-from fastmp.pipeline.schedule import Schedule
-from fastmp.pipeline.simulate import Costs, simulate
 from fastmp.plan.graphs import graph_facts
 from fastmp.plan.hardware import GPUS
 from fastmp.plan.layout import make_schedule, problems
@@ -36,6 +34,8 @@ from fastmp.plan.search_report import describe_search, layout_name, search_facts
 from fastmp.plan.shapes import shapes_of
 from fastmp.plan.space import Candidate, Layout, Space, divide_layers
 from fastmp.plan.step_time import step_time
+from fastmp.schedule.schedule import Schedule
+from fastmp.schedule.simulate import Costs, simulate
 
 DENSE = GPTConfig(
     num_layers=6, hidden_size=1024, num_heads=8, num_kv_heads=4, ffn_hidden_size=2816, vocab_size=32000,

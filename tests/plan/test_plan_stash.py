@@ -19,13 +19,13 @@ from fastmp.config.recipe import load_recipe
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.overlap import OverlappedLayers
 from fastmp.ops.stash import NEXT, OLDEST, OVERFLOWED, new_state, stash_release, stash_reserve, state_size
-from fastmp.pipeline.schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD, Schedule
 from fastmp.plan.layout import make_grid
 from fastmp.plan.memory import memory
 from fastmp.plan.rank_load import Load, MeasuredLoad
 from fastmp.plan.resources import recipe_facts
 from fastmp.plan.shapes import shapes_of
 from fastmp.plan.stash_size import LiveEntries, live_entries, ring_of_rank, ring_rows
+from fastmp.schedule.schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD, Schedule
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.language import model_and_loss
 from fastmp.training.microbatches import MicrobatchRunner

@@ -26,12 +26,10 @@ from fastmp.config import (
 from fastmp.config.recipe import parse_arguments
 from fastmp.config.sizes import num_parameters
 from fastmp.config.specs import SCHEDULES, load
-from fastmp.cuda_graphs.scope import captured_segments, must_run_eagerly
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import GPT
 from fastmp.nn.moe import make_dispatcher
-from fastmp.pipeline.schedule import Schedule
 from fastmp.plan import activations, traffic
 from fastmp.plan.graphs import graph_facts
 from fastmp.plan.layout import problems
@@ -39,6 +37,8 @@ from fastmp.plan.parameters import rank_parameters
 from fastmp.plan.resources import recipe_facts
 from fastmp.plan.segments import all_segments
 from fastmp.plan.shapes import shapes_of
+from fastmp.schedule.schedule import Schedule
+from fastmp.schedule.scope import captured_segments, must_run_eagerly
 from fastmp.testing.ranks import run_ranks
 
 MODEL = GPTConfig(num_layers=2, hidden_size=16, num_heads=4, vocab_size=64, max_seq_len=16)

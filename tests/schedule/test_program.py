@@ -10,13 +10,13 @@ import pytest
 import toy_schedule
 
 from fastmp.config.specs import SCHEDULES
-from fastmp.cuda_graphs.buffer_plan import SpanSpec, TensorSpec, plan_buffers
-from fastmp.pipeline.messages import forward_orders, rank_programs
-from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Schedule, with_loss
-from fastmp.pipeline.stream_schedule import SegmentFacts, graph_order, partition_segments
+from fastmp.schedule.buffer_plan import SpanSpec, TensorSpec, plan_buffers
 from fastmp.schedule.checks import check_program
+from fastmp.schedule.messages import forward_orders, rank_programs
 from fastmp.schedule.planner import make_program
 from fastmp.schedule.program import buffer_plan, in_words, with_buffers
+from fastmp.schedule.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Schedule, with_loss
+from fastmp.schedule.stream_schedule import SegmentFacts, graph_order, partition_segments
 
 EXPERTS = ("attention", "router", "preprocess", "dispatch", "experts", "combine")
 SCOPES = {"none": (), "attention": ("attn",), "all": None, "full": ("full",)}

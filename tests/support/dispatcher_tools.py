@@ -16,7 +16,7 @@ from fastmp.distributed.rng import RngTracker
 from fastmp.nn import LayerChain, Placement
 from fastmp.nn.moe.layer import MoELayer
 from fastmp.optim.grad_buffers import GradBuffer
-from fastmp.pipeline.schedule import Schedule
+from fastmp.schedule.schedule import Schedule
 
 E, K, MOST = 8, 3, 9  # experts, choices, tokens of a rank at most
 STEPS, MICROBATCHES = 5, 2

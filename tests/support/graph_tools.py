@@ -12,7 +12,7 @@ from fastmp.distributed.rng import RngTracker
 from fastmp.nn import GPT, Placement
 from fastmp.optim.adamw import AdamW
 from fastmp.optim.grad_buffers import GradBuffer
-from fastmp.pipeline.schedule import Schedule
+from fastmp.schedule.schedule import Schedule
 
 SMALL = {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "vocab_size": 64, "max_seq_len": 16}
 DENSE = GPTConfig(**SMALL, dropout=0.2, attention_dropout=0.1)

@@ -21,7 +21,7 @@ from fastmp.nn.moe.layer import MoELayer
 from fastmp.optim.adamw import AdamW
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.pipeline.runner import Pipeline
-from fastmp.pipeline.schedule import SCHEDULES, Schedule
+from fastmp.schedule.schedule import SCHEDULES, Schedule
 from fastmp.testing.parallel import count_collectives
 
 STEPS = 20

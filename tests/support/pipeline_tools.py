@@ -15,7 +15,7 @@ from fastmp.distributed.collectives import group_rank
 from fastmp.distributed.collectives import group_size as size_of
 from fastmp.ops.wgrad import deferral
 from fastmp.pipeline.runner import Pipeline
-from fastmp.pipeline.schedule import SCHEDULES, Schedule
+from fastmp.schedule.schedule import SCHEDULES, Schedule
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 SIZE = 6

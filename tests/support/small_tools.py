@@ -11,7 +11,7 @@ from fastmp.cuda_graphs.errors import CaptureError, GraphError
 from fastmp.cuda_graphs.manager import GraphManager
 from fastmp.nn import Segment, SingleSegment
 from fastmp.nn.segment import SegmentedLayer
-from fastmp.pipeline.schedule import Schedule
+from fastmp.schedule.schedule import Schedule
 
 SHAPE = (3, 4)
 

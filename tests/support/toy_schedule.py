@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastmp.config.specs import SCHEDULES, ScheduleSpec
-from fastmp.pipeline.steps import BACKWARD, FORWARD, PipelineSizes, RankOrder, Step
+from fastmp.schedule.steps import BACKWARD, FORWARD, PipelineSizes, RankOrder, Step
 
 
 def gpipe(sizes: PipelineSizes, rank: int) -> RankOrder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastmp.cuda_graphs.buffer_plan import plan_buffers
+from fastmp.schedule.buffer_plan import plan_buffers
 from tools.prove import graphs
 from tools.prove.claims import Claim
 

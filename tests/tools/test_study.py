@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from fastmp.config.sizes import num_parameters
-from fastmp.pipeline.simulate import Costs
-from fastmp.pipeline.stream_schedule import interleave
 from fastmp.plan.kernels import LAUNCHES
 from fastmp.plan.layout import problems
 from fastmp.plan.published_runs import MODELS, nearest_run, published_runs
+from fastmp.schedule.simulate import Costs
+from fastmp.schedule.stream_schedule import interleave
 from tools.study import __main__ as study
 from tools.study import (
     fp8,

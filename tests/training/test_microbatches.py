@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fastmp.pipeline.runner import StageOutput
+from fastmp.nn.segment import StageOutput
 from fastmp.training.microbatches import ExpertStats, MicrobatchLosses, MicrobatchRunner, PipelineLoss
 
 

@@ -14,7 +14,7 @@ from fastmp.nn import overlap
 from fastmp.nn.gpt import GPT
 from fastmp.nn.segment import LayerChain
 from fastmp.pipeline.runner import Pipeline
-from fastmp.pipeline.schedule import Schedule
+from fastmp.schedule.schedule import Schedule
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.language import token_loss
 from fastmp.training.trainer import Trainer

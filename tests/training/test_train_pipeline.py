@@ -35,7 +35,7 @@ from fastmp.nn import Placement
 from fastmp.nn.stages import gpt_stages
 from fastmp.optim.lr_schedule import learning_rate
 from fastmp.pipeline.runner import PipelineError
-from fastmp.pipeline.schedule import BACKWARD, FORWARD, Schedule
+from fastmp.schedule.schedule import BACKWARD, FORWARD, Schedule
 from fastmp.testing.parallel import count_collectives, late_gathers
 from fastmp.testing.ranks import RankError, run_ranks
 from fastmp.training.checkpoint.diff import differences

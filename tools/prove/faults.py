@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastmp.ops import grouped_mm
-from fastmp.pipeline.messages import Message, rank_programs
-from fastmp.pipeline.schedule import FORWARD, Schedule
+from fastmp.schedule.messages import Message, rank_programs
+from fastmp.schedule.schedule import FORWARD, Schedule
 from fastmp.tensor_parallel.loss import vocab_parallel_cross_entropy
 from fastmp.testing.ops import poisoned_memory
 from fastmp.testing.ranks import run_ranks

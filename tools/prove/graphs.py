@@ -25,14 +25,14 @@ from torch import Tensor
 from fastmp.config import GPTConfig
 from fastmp.cuda_graphs import manager as managers
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
-from fastmp.cuda_graphs.buffer_plan import BufferPlan, SpanSpec, TensorSpec, plan_buffers, plan_errors
 from fastmp.cuda_graphs.errors import CaptureError, GraphError
 from fastmp.cuda_graphs.graph_set import ReplaySlot
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import GPT, Placement
 from fastmp.optim.adamw import AdamW
 from fastmp.optim.grad_buffers import GradBuffer
-from fastmp.pipeline.schedule import BACKWARD, FORWARD, Step
+from fastmp.schedule.buffer_plan import BufferPlan, SpanSpec, TensorSpec, plan_buffers, plan_errors
+from fastmp.schedule.schedule import BACKWARD, FORWARD, Step
 from tools.prove.claims import Claim, Table
 
 # Both microbatches go forward before the first goes backward.

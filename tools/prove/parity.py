@@ -24,7 +24,7 @@ from fastmp.optim.adamw import AdamW
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.optim.grad_norm import global_grad_norm
 from fastmp.pipeline.runner import Pipeline, PipelineResult
-from fastmp.pipeline.schedule import Schedule
+from fastmp.schedule.schedule import Schedule
 from fastmp.tensor_parallel.context import cut_sequence
 from tools.small_models import EXPERTS, QWEN, SEED, SMALL, make_gpt, part_of, placed
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from fastmp.config import DataConfig, GPTConfig, MoEConfig, ParallelConfig, Recipe, TrainConfig
-from fastmp.cuda_graphs.scope import captured_segments
 from fastmp.plan.graphs import graph_facts
 from fastmp.plan.hardware import GPUS
 from fastmp.plan.kernels import FASTMP
 from fastmp.plan.step_time import ONCE, step_time
+from fastmp.schedule.scope import captured_segments
 from tools.study.page import Draw, machine, measurement, parser, save, table, write
 
 SCOPES: dict[str, dict[str, tuple[str, ...]]] = {

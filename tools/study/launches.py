@@ -20,7 +20,7 @@ from fastmp.config import GPTConfig, MoEConfig
 from fastmp.cuda_graphs.manager import GraphManager
 from fastmp.nn import LayerChain, Placement, TransformerLayer
 from fastmp.optim.grad_buffers import GradBuffer
-from fastmp.pipeline.schedule import Schedule
+from fastmp.schedule.schedule import Schedule
 from tools.silent_graphs import SilentBackend
 
 _LAYERS, _MICROBATCHES, _ROUNDS = 3, 8, 40

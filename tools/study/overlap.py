@@ -8,8 +8,11 @@ from functools import partial
 from typing import Any
 
 from fastmp.config import DataConfig, GPTConfig, MoEConfig, ParallelConfig, Recipe, TrainConfig
-from fastmp.pipeline.schedule import Schedule
-from fastmp.pipeline.stream_schedule import (
+from fastmp.plan.hardware import GPUS
+from fastmp.plan.shapes import shapes_of
+from fastmp.plan.step_time import layer_segment_costs, step_time
+from fastmp.schedule.schedule import Schedule
+from fastmp.schedule.stream_schedule import (
     Launch,
     SegmentCost,
     StreamOp,
@@ -20,9 +23,6 @@ from fastmp.pipeline.stream_schedule import (
     simulate_streams,
     unit_cost,
 )
-from fastmp.plan.hardware import GPUS
-from fastmp.plan.shapes import shapes_of
-from fastmp.plan.step_time import layer_segment_costs, step_time
 from tools.study.page import parser, table, write
 
 LAYERS, SHARES = 8, (0.25, 0.5, 1.0, 2.0)
@@ -109,7 +109,7 @@ another ([EP communication overlap](../pipeline.md#two-microbatches-at-once))? T
 python -m tools.study overlap --out docs/studies
 ```
 
-All times are simulated (`fastmp.pipeline.stream_schedule.simulate_streams`), from unit costs or from
+All times are simulated (`fastmp.schedule.stream_schedule.simulate_streams`), from unit costs or from
 `fastmp plan time`. In simulations of unit costs the streams don't slow each other down; estimates of models
 count the multiprocessors that collective kernels take from compute.
 

@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 
 from fastmp.config.specs import SCHEDULES
-from fastmp.pipeline.schedule import Schedule
-from fastmp.pipeline.simulate import Costs, Simulation, simulate
 from fastmp.plan.hardware import GPUS
 from fastmp.plan.kernels import FUSED
 from fastmp.plan.schedule_plot import draw as draw_timeline
 from fastmp.plan.step_time import step_time
+from fastmp.schedule.schedule import Schedule
+from fastmp.schedule.simulate import Costs, Simulation, simulate
 from tools.study import published
 from tools.study.page import parser, table, write
 
@@ -107,7 +107,7 @@ written by:
 python -m tools.study schedules --out docs/studies
 ```
 
-To simulate your own sizes, run `fastmp plan schedule`. Orders come from `fastmp.pipeline.schedule`, times
+To simulate your own sizes, run `fastmp plan schedule`. Orders come from `fastmp.schedule.schedule`, times
 from its [simulator](../pipeline.md). F, I and W are the times of a chunk's forward, dgrad and wgrad; m
 microbatches pass through pp ranks of v chunks each.
 

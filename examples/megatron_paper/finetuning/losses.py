@@ -24,7 +24,7 @@ from fastmp.nn.bert_tasks import BertForTask, task_stages
 from fastmp.nn.documents import Documents
 from fastmp.nn.placement import Placement
 from fastmp.pipeline.runner import Pipeline
-from fastmp.pipeline.schedule import Schedule
+from fastmp.schedule.schedule import Schedule
 from fastmp.training.microbatches import Batch, LossFunction, PipelineLoss, evaluation_mode
 
 __all__ = ["model_and_loss", "score_samples", "task_loss"]

@@ -30,7 +30,7 @@ from fastmp.nn.gpt import GPT
 from fastmp.nn.moe.layer import MoELayer
 from fastmp.nn.moe.lossless import LosslessForwards
 from fastmp.pipeline.runner import Pipeline
-from fastmp.pipeline.schedule import Schedule
+from fastmp.schedule.schedule import Schedule
 from fastmp.tensor_parallel.context import cut_sequence, join_sequence
 from fastmp.tensor_parallel.linear import parallel_logits
 from fastmp.tensor_parallel.linear_loss import vocab_parallel_linear_log_probs

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from fastmp.pipeline.steps import (
+from fastmp.schedule.steps import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,

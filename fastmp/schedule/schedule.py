@@ -5,8 +5,8 @@ is a tuple of `Step`s, which are simulated, drawn, and executed by ranks. Messag
 depends on the forward of the previous stage, a backward on the backward of the next stage, with the same
 microbatch.
 
-`ScheduleSpec.make` makes the order of a rank: 1F1B and zero bubble are in `fastmp.pipeline.interleaved`,
-DualPipeV in `fastmp.pipeline.dualpipe`.
+`ScheduleSpec.make` makes the order of a rank: 1F1B and zero bubble are in `fastmp.schedule.interleaved`,
+DualPipeV in `fastmp.schedule.dualpipe`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from functools import lru_cache
 from typing import Any
 
 from fastmp.config.specs import SCHEDULES, ScheduleSpec, load
-from fastmp.pipeline.interleaved import table
-from fastmp.pipeline.stage_map import StageMap
-from fastmp.pipeline.steps import (
+from fastmp.schedule.interleaved import table
+from fastmp.schedule.stage_map import StageMap
+from fastmp.schedule.steps import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -47,8 +47,8 @@ class Schedule:
 
     "1f1b" with pp 1 is a forward and its backward for each microbatch; with vpp 1 it is 1F1B with a flush;
     with more chunks it is interleaved 1F1B. "zero_bubble" splits backwards and defers wgrad to where 1F1B
-    idles (see `fastmp.pipeline.interleaved`). "dualpipe_v" has two chunks a rank, on a V, and always a
-    forward and a backward that can overlap (see `fastmp.pipeline.dualpipe`).
+    idles (see `fastmp.schedule.interleaved`). "dualpipe_v" has two chunks a rank, on a V, and always a
+    forward and a backward that can overlap (see `fastmp.schedule.dualpipe`).
 
     Args:
         pp: pipeline ranks.

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from pipeline_tools import accepted_schedules
 
-from fastmp.pipeline.schedule import (
+from fastmp.schedule.schedule import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,

@@ -14,10 +14,10 @@ from bisect import bisect_right
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
-from fastmp.pipeline.interleaved import table
-from fastmp.pipeline.simulate import simulate
-from fastmp.pipeline.stage_map import StageMap
-from fastmp.pipeline.steps import BACKWARD, BACKWARD_INPUT, FORWARD, Step
+from fastmp.schedule.interleaved import table
+from fastmp.schedule.simulate import simulate
+from fastmp.schedule.stage_map import StageMap
+from fastmp.schedule.steps import BACKWARD, BACKWARD_INPUT, FORWARD, Step
 
 __all__ = ["Message", "RankProgram", "forward_orders", "rank_programs"]
 
@@ -69,7 +69,7 @@ def rank_programs(
         ValueError: naming rank and step, if an order is malformed or ranks wait for each other.
 
     Example:
-        >>> from fastmp.pipeline.schedule import Schedule
+        >>> from fastmp.schedule.schedule import Schedule
         >>> first, _ = rank_programs(Schedule(2, 2).orders())
         >>> [(message.kind, message.microbatch) for post in first.posts for message in post]
         [('forward', 0), ('forward', 1), ('backward', 0), ('backward', 1)]

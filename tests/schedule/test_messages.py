@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fastmp.config.specs import PLACEMENTS
-from fastmp.pipeline.messages import forward_orders, rank_programs
-from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, FORWARD, Schedule, Step
-from fastmp.pipeline.simulate import simulate
-from fastmp.pipeline.stage_map import StageMap
+from fastmp.schedule.messages import forward_orders, rank_programs
+from fastmp.schedule.schedule import BACKWARD, BACKWARD_INPUT, FORWARD, Schedule, Step
+from fastmp.schedule.simulate import simulate
+from fastmp.schedule.stage_map import StageMap
 
 # pp, microbatches, vpp, group size, schedule
 SHAPES = [

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastmp.pipeline.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Schedule
-from fastmp.pipeline.stream_schedule import (
+from fastmp.schedule.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Schedule
+from fastmp.schedule.stream_schedule import (
     Launch,
     SegmentCost,
     SegmentFacts,

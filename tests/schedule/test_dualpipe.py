@@ -9,9 +9,9 @@ import torch.distributed.pipelining.schedules as torch_schedules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Schedule, Step
-from fastmp.pipeline.simulate import Costs, simulate
-from fastmp.pipeline.stage_map import StageMap
+from fastmp.schedule.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Schedule, Step
+from fastmp.schedule.simulate import Costs, simulate
+from fastmp.schedule.stage_map import StageMap
 
 COMPUTATION = torch_schedules._ComputationType
 KINDS = {

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fastmp.pipeline.schedule import FORWARD, Step
+from fastmp.schedule.schedule import FORWARD, Step
 
 __all__ = ["Flight", "assign_lanes"]
 
@@ -40,7 +40,7 @@ def assign_lanes(steps: Sequence[Step]) -> tuple[list[Flight], list[int]]:
     with graphs of its chunks, or else the lowest.
 
     Example:
-        >>> from fastmp.pipeline import Schedule
+        >>> from fastmp.schedule import Schedule
         >>> [flight.lane for flight in assign_lanes(Schedule(pp=3, num_microbatches=6).order(0))[0]]
         [0, 1, 2, 0, 1, 2]
     """

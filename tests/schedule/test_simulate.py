@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipeline_tools import accepted_schedules, accepted_sizes, schedules_of
 
 from fastmp.config.specs import PLACEMENTS
-from fastmp.pipeline.schedule import (
+from fastmp.schedule.schedule import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -22,8 +22,8 @@ from fastmp.pipeline.schedule import (
     Schedule,
     Step,
 )
-from fastmp.pipeline.simulate import Costs, simulate
-from fastmp.pipeline.stage_map import StageMap
+from fastmp.schedule.simulate import Costs, simulate
+from fastmp.schedule.stage_map import StageMap
 
 F00, B00 = Step(FORWARD, 0, 0), Step(BACKWARD, 0, 0)
 I00, W00 = Step(BACKWARD_INPUT, 0, 0), Step(BACKWARD_WEIGHT, 0, 0)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from fastmp.pipeline.steps import (
+from fastmp.schedule.steps import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,

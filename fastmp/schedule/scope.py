@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from fastmp.config.dispatchers import capturable_dispatchers
-from fastmp.pipeline.stream_schedule import SegmentFacts
+from fastmp.schedule.stream_schedule import SegmentFacts
 
 __all__ = ["captured_segments", "layer_groups", "must_run_eagerly", "span_kinds"]
 

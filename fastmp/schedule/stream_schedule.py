@@ -27,7 +27,7 @@ from functools import cached_property
 from itertools import chain, groupby
 from typing import NamedTuple
 
-from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
+from fastmp.schedule.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
 
 __all__ = [
     "Launch", "OpStep", "SegmentCost", "SegmentFacts", "StreamOp", "Timeline", "backward_ops", "compute_ops",
@@ -129,7 +129,7 @@ class SegmentFacts(NamedTuple):
 
     name: "layer.segment".
     exchanges: it exchanges rows with other ranks, and runs on the exchange stream of overlapped microbatches.
-    group: segments of two groups are never in one captured span, see `fastmp.cuda_graphs.scope.layer_groups`.
+    group: segments of two groups are never in one captured span, see `fastmp.schedule.scope.layer_groups`.
     """
 
     name: str

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from fastmp.pipeline.stage_map import StageMap
-from fastmp.pipeline.steps import (
+from fastmp.schedule.stage_map import StageMap
+from fastmp.schedule.steps import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -221,7 +221,7 @@ def simulate(
         ValueError: naming rank and step, if one is malformed, or if ranks deadlock.
 
     Example:
-        >>> from fastmp.pipeline import Schedule
+        >>> from fastmp.schedule import Schedule
         >>> schedule = Schedule(pp=4, num_microbatches=8)
         >>> simulate(schedule.orders()).bubble  # (pp - 1) / num_microbatches
         0.375

@@ -7,7 +7,7 @@ it, so the number of graphs follows what is in flight, not the number of microba
 A graph knows addresses only, so a buffer stays untouched until the last graph that reads it has run. The
 inputs of a forward are held until its backward, or until the backward of its weights where backwards are
 split; so are the gradients that a backward receives. Each such hold is a lease. Two graphs share a buffer if
-none of their leases overlap; `check_plan` proves it before anything is captured.
+none of their leases overlap; `plan_errors` proves it before anything is captured.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from fastmp.cuda_graphs.errors import GraphError
-from fastmp.cuda_graphs.lanes import Flight, assign_lanes
-from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KINDS, Step
+from fastmp.schedule.lanes import Flight, assign_lanes
+from fastmp.schedule.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KINDS, Step
 
 __all__ = [
     "BufferPlan", "Lease", "ReplayStep", "SpanSpec", "TensorSpec",
-    "check_plan", "plan_buffers", "plan_errors",
+    "plan_buffers", "plan_errors",
 ]  # fmt: skip
 
 _ITEMSIZES = {
@@ -147,7 +146,7 @@ def plan_buffers(order: Sequence[Step], chunks: Sequence[Sequence[SpanSpec]]) ->
             message names the step.
 
     Example:
-        >>> from fastmp.pipeline import Schedule
+        >>> from fastmp.schedule import Schedule
         >>> hidden = TensorSpec((8, 2, 32), "bfloat16")
         >>> plan = plan_buffers(Schedule(1, 4).order(0), [[SpanSpec("layers", (hidden,), (hidden,))]])
         >>> plan.num_graphs, plan.inputs(), plan.nbytes
@@ -264,12 +263,6 @@ def _overlap(leases: Sequence[tuple[int, int]], held: Sequence[tuple[int, int]])
         if i >= 0 and held[i][1] >= first:
             return True
     return False
-
-
-def check_plan(plan: BufferPlan) -> None:
-    """Prove that no graph of `plan` overwrites what a later one reads. GraphError names both."""
-    for error in plan_errors(plan):
-        raise GraphError(f"graphs: the buffer plan is wrong: {error}")
 
 
 def plan_errors(plan: BufferPlan) -> Iterator[str]:
