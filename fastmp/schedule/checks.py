@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from fastmp.schedule.buffer_plan import plan_errors
 from fastmp.schedule.program import KINDS, Instruction, Program, buffer_plan, in_words
@@ -12,7 +12,7 @@ from fastmp.schedule.steps import FORWARD
 __all__ = ["check_program"]
 
 _TAIL = ("reduce", "sum", "decide", "update", "gather")
-_HOST = ("fetch", "decide")
+_HOST, _MESSAGES = ("fetch", "decide"), ("send", "recv")
 Done = tuple[str, int, int]  # what is done, of which microbatch and span
 
 
@@ -23,7 +23,7 @@ def check_program(programs: Sequence[Program]) -> None:
     2. An instruction comes after its neighbouring span of the same microbatch and direction, or its message.
     3. Two ranks have their messages in one order, and all ranks finish, even if a send waits for its recv.
     4. Leases of a buffer do not overlap, a lane holds one flight, and flights of a bundle replay the same
-       graphs in the same order, see `plan_errors`.
+       graphs in the same order, see `plan_errors`. A captured span has graphs in all of its instructions.
     5. A region has no instruction of the host, and `decide` comes before everything that changes parameters.
 
     Args:
@@ -38,21 +38,42 @@ def check_program(programs: Sequence[Program]) -> None:
         >>> check_program([make_program(Schedule(2, 4), rank, [[]]) for rank in range(2)])
     """
     for rank, program in enumerate(programs):
-        if (program.rank, program.stages.pp) != (rank, len(programs)):
-            raise ValueError(
-                f"program: expected the programs of pipeline ranks 0 to {program.stages.pp - 1}, got "
-                f"{len(programs)} of ranks {[each.rank for each in programs]}"
-            )
+        if (program.rank, program.stages, program.stages.pp) != (rank, programs[0].stages, len(programs)):
+            got = ", ".join(f"rank {each.rank} of {each.stages}" for each in programs)
+            raise ValueError(f"program: expected those of all pipeline ranks of one StageMap, got {got}")
+        _check_numbers(program)
         _check_order(program)
         _check_regions(program)
-        for error in plan_errors(buffer_plan(program)):
-            raise ValueError(f"program: rank {rank}: {error}")
+        _check_graphs(program)
     _check_messages(programs)
 
 
 def _error(program: Program, i: int, problem: str) -> ValueError:
     what = in_words(program, program.instructions[i])
     return ValueError(f"program: rank {program.rank}, instruction {i}, {what}: {problem}")
+
+
+def _check_numbers(program: Program) -> None:
+    """Check that spans, instructions, regions and leases refer to what there is."""
+    every, spans = program.instructions, program.spans
+
+    def expect(holds: bool, what: str, got: object) -> None:
+        if not holds:
+            raise ValueError(f"program: rank {program.rank}: expected {what}, got {got}")
+
+    chunks = [chunk for chunk, _ in groupby(span.chunk for span in spans)]
+    expect(chunks == [*range(program.stages.vpp)], "the spans of each chunk in a row", f"chunks {chunks}")
+    for i, now in enumerate(every):
+        has_span, is_message = now.op in KINDS or now.op in _MESSAGES, now.op in _MESSAGES
+        form = (now.span >= 0, now.kind != "", now.flight >= 0) == (has_span, is_message, now.graph >= 0)
+        numbers = now.span in range(-1, len(spans)) and now.flight in range(-1, len(program.flights))
+        known = has_span or now.op in ("fetch", "zero", *_TAIL)
+        expect(known and form and numbers, f"a known op, span and flight as instruction {i}", now)
+    for region in program.regions:
+        expect(0 <= region.start < region.stop <= len(every), f"regions of {len(every)} instructions", region)
+    replays = {i for i, now in enumerate(every) if now.graph >= 0}
+    for lease in program.leases:
+        expect({lease.first, lease.last} <= replays, "leases from replay to replay", lease)
 
 
 def _check_order(program: Program) -> None:
@@ -62,6 +83,10 @@ def _check_order(program: Program) -> None:
         for each in _needed(program, now):
             if each not in done:
                 raise _error(program, i, f"needs the {_in_words(program, each)}, which has not run")
+        if now.op in KINDS and now.op != "forward" and not program.spans[now.span].trained:
+            raise _error(program, i, "is of a span that is not trained")
+        if now.kind and _beside(program, now.span, _way(now)) != (now.peer, -1):
+            raise _error(program, i, f"{program.spans[now.span].name} has no neighbour there")
         behind = _TAIL[_TAIL.index(now.op) + 1 :] if now.op in _TAIL else () if now.op == "fetch" else _TAIL
         if any((op, -1, -1) in done for op in behind):
             raise _error(program, i, "comes after the end of the step")
@@ -71,11 +96,13 @@ def _check_order(program: Program) -> None:
             done[each] = i
     trains = ("zero", -1, -1) in done
     microbatches = [microbatch for name, microbatch, _ in done if name == "fetch"]
+    wanted = [(op, -1, -1) for op in _TAIL if trains and op != "decide"]
     for number, span in enumerate(program.spans):
         ways = ("forward", "gradient", "wgrad") if trains and span.trained else ("forward",)
-        for each in ((way, microbatch, number) for microbatch in microbatches for way in ways):
-            if each not in done:
-                raise ValueError(f"program: rank {program.rank}: the {_in_words(program, each)} is missing")
+        wanted += ((way, microbatch, number) for microbatch in microbatches for way in ways)
+    for each in wanted:
+        if each not in done:
+            raise ValueError(f"program: rank {program.rank}: the {_in_words(program, each)} is missing")
 
 
 def _does(now: Instruction) -> list[Done]:
@@ -86,46 +113,56 @@ def _does(now: Instruction) -> list[Done]:
 
 def _needed(program: Program, now: Instruction) -> Iterator[Done]:
     """Yield the dependencies of an instruction; tensors of another rank arrive as a message."""
-    if now.op == "send":
-        yield "forward" if now.kind == FORWARD else "gradient", now.microbatch, now.span
+    if now.op in _TAIL:
+        yield "zero", -1, -1
     elif now.op == "wgrad":
         yield "gradient", now.microbatch, now.span
-    elif now.op in KINDS:
-        forward = now.op == "forward"
-        if forward:
-            yield "fetch", now.microbatch, -1
+    elif now.op == "send":
+        if now.kind == FORWARD or program.spans[now.span].trained:
+            yield "forward" if now.kind == FORWARD else "gradient", now.microbatch, now.span
         else:
-            yield "zero", -1, -1
-            yield "forward", now.microbatch, now.span
-        name = "forward" if forward else "gradient"
-        before = _neighbour(program, now.span, -1 if forward else 1)
-        if before is not None:
-            yield (
-                name if before != now.span else f"recv{'forward' if forward else 'backward'}",
-                now.microbatch,
-                before,
-            )
+            yield from _given(program, now, 1)
+    elif now.op == "forward":
+        yield "fetch", now.microbatch, -1
+        yield from _given(program, now, -1)
+    elif now.op in KINDS:
+        yield "zero", -1, -1
+        yield "forward", now.microbatch, now.span
+        yield from _given(program, now, 1)
 
 
-def _neighbour(program: Program, number: int, way: int) -> int | None:
-    """Return the span before (way -1) or behind (way 1) a span on this rank.
+def _given(program: Program, now: Instruction, way: int) -> Iterator[Done]:
+    """Yield what gives a span its tensors (way -1) or gradients (way 1): nothing at an end of the model."""
+    number, (rank, other) = now.span, _beside(program, now.span, way)
+    while way > 0 and other >= 0 and not program.spans[other].trained:  # gradients pass it by
+        number, (rank, other) = other, _beside(program, other, way)
+    if other >= 0:
+        yield "forward" if way < 0 else "gradient", now.microbatch, other
+    elif rank >= 0:
+        yield "recvforward" if way < 0 else "recvbackward", now.microbatch, number
 
-    None at an end of the model, and the span itself if the neighbour is on another rank.
+
+def _way(message: Instruction) -> int:
+    """Return -1 if the other end of a message is before this one in the model, 1 if it is behind."""
+    return 1 if (message.kind == FORWARD) == (message.op == "send") else -1
+
+
+def _beside(program: Program, number: int, way: int) -> tuple[int, int]:
+    """Return (rank, span) before (way -1) or behind (way 1) a span.
+
+    The span is -1 on another rank; both are -1 at an end of the model.
     """
-    spans, stages, rank = program.spans, program.stages, program.rank
-    chunk = spans[number].chunk
-    other = number + way
-    while 0 <= other < len(spans) and spans[other].chunk == chunk:
-        if way < 0 or spans[other].trained:  # no gradient comes through a span that is not trained
-            return other
-        other += way
-    stage = stages.stage(rank, chunk) + way
+    spans, stages = program.spans, program.stages
+    chunk, other = spans[number].chunk, number + way
+    if 0 <= other < len(spans) and spans[other].chunk == chunk:
+        return program.rank, other
+    stage = stages.stage(program.rank, chunk) + way
     if not 0 <= stage < len(stages):
-        return None
-    if stages.rank(stage) != rank:
-        return number
+        return -1, -1
+    if (rank := stages.rank(stage)) != program.rank:
+        return rank, -1
     own = [i for i, span in enumerate(spans) if span.chunk == stages.chunk(stage)]
-    return own[-1] if way < 0 else own[0]
+    return rank, own[-1 if way < 0 else 0]
 
 
 def _in_words(program: Program, each: Done) -> str:
@@ -149,6 +186,24 @@ def _check_regions(program: Program) -> None:
     for before, after in pairwise(program.regions):
         if after.start < before.stop:
             raise _error(program, after.start, "is in two regions")
+
+
+def _check_graphs(program: Program) -> None:
+    """Check 4 of `check_program`."""
+    flight_of = dict[tuple[int, int], int]()
+    for i, now in enumerate(program.instructions):
+        captured = now.op in KINDS and program.spans[now.span].captured and bool(program.flights)
+        if captured != (now.graph >= 0):
+            raise _error(program, i, f"has {'no' if captured else 'a'} graph, unlike its span")
+        if captured:
+            flight = flight_of.setdefault((now.microbatch, now.span), now.flight)
+            if flight != now.flight or program.flights[flight].microbatch != now.microbatch:
+                raise _error(program, i, f"is in the flight of another microbatch, {now.flight}")
+    for error in plan_errors(buffer_plan(program)):
+        raise ValueError(f"program: rank {program.rank}: {error}")
+    read = sorted((buffer, i) for i, now in enumerate(program.instructions) for buffer in now.buffers)
+    if read != sorted(lease[:2] for lease in program.leases):
+        raise ValueError(f"program: rank {program.rank}: a lease does not begin where its buffer is read")
 
 
 def _check_messages(programs: Sequence[Program]) -> None:

@@ -369,11 +369,19 @@ def broken_lists():
     every, graphed = second.instructions, [now.graph >= 0 for now in second.instructions]
     ops, last = [now.op for now in every], max(i for i, now in enumerate(every) if now.kind)
     recv, dgrad, wgrad, fetch = (ops.index(op) for op in ("recv", "dgrad", "wgrad", "fetch"))
-    leased, one = with_buffers(plain, specs_of(plain, seed=3)), graphed.index(True)
+    send, leased, one = ops.index("send"), with_buffers(plain, specs_of(plain, seed=3)), graphed.index(True)
     _, whole = programs_of(Schedule(2, 4), ("full_step",))
 
     def cut(i, *between):
         return second._replace(instructions=(*every[:i], *between, *every[i + 1 :]))
+
+    def other(i, **values):
+        return cut(i, every[i]._replace(**values))
+
+    def frozen(number):
+        return second._replace(
+            spans=[span._replace(trained=i != number) for i, span in enumerate(second.spans)]
+        )
 
     yield "needs the message with activations of before the layers of microbatch 0", cut(recv)
     yield "waits for rank 1, which is at its end", cut(last)
@@ -391,6 +399,33 @@ def broken_lists():
     yield "fetch m0 batch: runs on the host, inside of a region", second._replace(regions=(range(3),))
     yield "has graph .*, inside of a region", second._replace(regions=(range(one, one + 1),))
     yield "is in two regions", whole._replace(regions=(range(5, 9), range(8, 12)))
+    yield "the gather is missing", cut(len(every) - 1)
+    yield "gradients to rank 0: .* has no neighbour there", other(send, span=every[send].span + 1)
+    yield "activations from rank -1: .* has no neighbour there", other(recv, peer=-1)
+    yield "gradients to rank 1: .* has no neighbour there", other(send, peer=1)
+    yield "dgrad .*: is of a span that is not trained", frozen(every[dgrad].span)
+    yield "has no graph, unlike its span", other(one, graph=-1, flight=-1)
+    yield "has a graph, unlike its span", other(dgrad, graph=0, flight=0)
+    yield "is in the flight of another microbatch, 1", other(one, flight=1)
+    yield (
+        "a lease does not begin where",
+        leased._replace(
+            instructions=[now._replace(buffers=now.buffers[:1] * 2) for now in leased.instructions]
+        ),
+    )
+    yield (
+        "expected leases from replay to replay, got Lease",
+        leased._replace(leases=[each._replace(last=each.first + 1) for each in leased.leases]),
+    )
+    yield "expected a known op, span and flight as instruction 2, got .*'log'", other(2, op="log")
+    yield "as instruction 0, got .*span=1", other(0, span=1)
+    yield "as instruction 4, got .*span=99", other(4, span=99)
+    yield "as instruction 5, got .*flight=99", other(5, flight=99)
+    yield r"regions of \d+ instructions, got range\(5, 999\)", second._replace(regions=(range(5, 999),))
+    yield (
+        r"the spans of each chunk in a row, got chunks \[0, 1\]",
+        second._replace(spans=(*second.spans[:-1], second.spans[-1]._replace(chunk=1))),
+    )
 
 
 BROKEN = dict(broken_lists())
@@ -406,9 +441,31 @@ def test_a_broken_list_is_refused(words):
 
 def test_programs_of_other_ranks_are_refused():
     first, second = programs_of(Schedule(2, 2), None)
-    for programs, words in ([first], r"1 of ranks \[0\]"), ([second, first], r"2 of ranks \[1, 0\]"):
-        with pytest.raises(ValueError, match=f"^program: expected .* ranks 0 to 1, got {words}"):
+    other = second._replace(stages=Schedule(2, 2, 2).stages)
+    for programs, words in (
+        ([first], r"rank 0 of StageMap\(pp=2"),
+        ([second, first], r"rank 1 of .*, rank 0 of"),
+        ([first, other], r"rank 0 of .*vpp=1, .*, rank 1 of .*vpp=2"),
+    ):
+        with pytest.raises(ValueError, match=f"^program: expected those of all .*, got {words}"):
             check_program(programs)
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("sizes", [(3, 3), (2, 2, 2, None, "dualpipe_v"), (1, 2, 2)], ids=str)
+def test_chunks_without_gradients_pass_messages_on(sizes, frozen):
+    """A frozen stage has no backward; those before it may still expect its message."""
+    schedule, tensors, programs = Schedule(*sizes), (TensorSpec((2,), "float32"),), []
+    for rank, program in enumerate(programs_of(schedule, ("full",))):
+        held = {chunk for chunk, stage in enumerate(schedule.stages.stages(rank)) if stage in frozen}
+        spans = [
+            (span, span.chunk in held and span.name != "loss") for span in program.spans if span.captured
+        ]
+        specs = [SpanSpec(span.name, tensors, None if still else tensors) for span, still in spans]
+        programs.append(with_buffers(program, specs))
+    check_program(programs)
+    ops = Counter(now.op for program in programs for now in program.instructions)
+    assert ops["backward"] < ops["forward"]
 
 
 def test_wrong_arguments_are_refused():
