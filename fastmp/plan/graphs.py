@@ -61,16 +61,15 @@ def graph_facts(recipe: Recipe, world_size: int, measured: MeasuredLoad | None =
     ValueError as `fastmp.schedule.scope.captured_segments`.
     """
     layout, scope, shapes = recipe.parallel, recipe.graphs.scope, shapes_of(recipe, world_size)
-    if "full_step" in (scope or ()):
+    whole_step, whole = "full_step" in (scope or ()), bool({"full", "full_step"} & {*(scope or ())})
+    if whole_step:
         ranks = [_of_whole_step(recipe, shapes)] * layout.pp
     else:
         ranks = [_of_rank(recipe, shapes, rank) for rank in range(layout.pp)]
     able = all_segments(shapes)
-    overlaps = layout.overlap_experts and "full_step" not in (scope or ())
-    apart = exchange_segments(shapes) if overlaps else []
+    apart = exchange_segments(shapes) if layout.overlap_experts and not whole_step else []
     captured = captured_segments(scope, able, apart)
-    whole = bool({"full", "full_step"} & {*(scope or ())})
-    behind = ["loss"] * whole + ["sums over ranks", "optimizer"] * ("full_step" in (scope or ()))
+    behind = ["loss"] * whole + ["sums over ranks", "optimizer"] * whole_step
     return {
         "name": recipe.train.name,
         "layout": str(shapes.grid),
@@ -171,17 +170,8 @@ def describe_graphs(facts: dict[str, Any]) -> Iterator[str]:
     header = ["pipeline rank", "spans", "lanes", "graphs", "replays", "inputs", "MiB", "gradients", "MiB"]
     rows = []
     for rank, own in enumerate(facts["ranks"]):
-        rows.append(
-            [
-                str(rank),
-                "+".join(str(len(chunk)) for chunk in own["spans"]),
-                f"{own['lanes']}",
-                f"{own['graphs']}",
-                f"{own['replays']}",
-                f"{own['inputs']}",
-                f"{own['input_bytes'] / 2**20:,.1f}",
-                f"{own['gradients']}",
-                f"{own['gradient_bytes'] / 2**20:,.1f}",
-            ]
-        )
+        spans = "+".join(str(len(chunk)) for chunk in own["spans"])
+        counts = [str(own[name]) for name in ("lanes", "graphs", "replays", "inputs")]
+        inputs, gradients = (f"{own[name] / 2**20:,.1f}" for name in ("input_bytes", "gradient_bytes"))
+        rows.append([str(rank), spans, *counts, inputs, str(own["gradients"]), gradients])
     yield from table(header, rows)

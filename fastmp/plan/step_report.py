@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
@@ -84,7 +85,7 @@ def step_facts(program: Program) -> dict[str, Any]:
         span["segments"] = span["segments"] and [span["segments"].start, span["segments"].stop]
     return {
         "rank": program.rank,
-        "pp": program.stages.pp,
+        **asdict(program.stages),
         "spans": spans,
         "instructions": [each._asdict() for each in program.instructions],
         "flights": [each._asdict() for each in program.flights],

@@ -8,6 +8,12 @@ from pathlib import Path
 import pytest
 
 from fastmp.apps import plan
+from fastmp.plan.step_report import describe_step
+from fastmp.schedule.buffer_plan import Lease, TensorSpec
+from fastmp.schedule.checks import check_program
+from fastmp.schedule.lanes import Flight
+from fastmp.schedule.program import Instruction, Program, Span
+from fastmp.schedule.stage_map import StageMap
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ["step", str(ROOT / "configs" / "moe-small.toml"), "--world-size=4", "--pp=2", "--ep=2", "--rank=0"]
@@ -33,6 +39,42 @@ def test_json_has_the_same_list(capsys):
     assert {lease["buffer"] for lease in facts["leases"]} == {*range(7)}
     assert all(facts["instructions"][lease["first"]]["buffers"] for lease in facts["leases"])
     assert [flight["lane"] for flight in facts["flights"]] == [0, 1, 0, 1]
+
+
+def tuples(values):
+    """Return JSON with tuples for its lists."""
+    if isinstance(values, dict):
+        return {name: tuples(value) for name, value in values.items()}
+    return tuple(map(tuples, values)) if isinstance(values, list) else values
+
+
+def from_json(text):
+    """Return the program of `--json`: everything that its check and its printed list need."""
+    facts = tuples(json.loads(text))
+    rows = {"instructions": Instruction, "flights": Flight, "buffers": TensorSpec, "leases": Lease}
+    return Program(
+        facts["rank"],
+        StageMap(facts["pp"], facts["vpp"], facts["placement"]),
+        tuple(Span(**each | {"segments": (s := each["segments"]) and range(*s)}) for each in facts["spans"]),
+        regions=tuple(range(*each) for each in facts["regions"]),
+        **{name: tuple(kind(**each) for each in facts[name]) for name, kind in rows.items()},
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--vpp=2", "--parallel.schedule=dualpipe_v", "--parallel.overlap-experts"],
+        ["--parallel.schedule=zero_bubble", "--graphs.scope=full", "--dispatcher=symmetric"],
+        ["--graphs.scope=full_step", "--dispatcher=symmetric", "--parallel.no-recompute"],
+    ],
+)
+def test_the_program_can_be_read_from_json(capsys, options):
+    programs = [from_json(run(capsys, *options, f"--rank={rank}", "--json")) for rank in range(2)]
+    check_program(programs)
+    for rank, program in enumerate(programs):
+        assert [*describe_step(program)] == run(capsys, *options, f"--rank={rank}").splitlines()
 
 
 def test_without_graphs_a_chunk_is_one_span(capsys):
