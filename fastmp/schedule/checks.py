@@ -190,15 +190,18 @@ def _check_regions(program: Program) -> None:
 
 def _check_graphs(program: Program) -> None:
     """Check 4 of `check_program`."""
-    flight_of = dict[tuple[int, int], int]()
+    flight_of, lane_of = dict[tuple[int, int], int](), dict[int, int]()  # of a span; of a graph
     for i, now in enumerate(program.instructions):
         captured = now.op in KINDS and program.spans[now.span].captured and bool(program.flights)
         if captured != (now.graph >= 0):
             raise _error(program, i, f"has {'no' if captured else 'a'} graph, unlike its span")
         if captured:
-            flight = flight_of.setdefault((now.microbatch, now.span), now.flight)
-            if flight != now.flight or program.flights[flight].microbatch != now.microbatch:
+            flight = program.flights[now.flight]
+            number = flight_of.setdefault((now.microbatch, now.span), now.flight)
+            if (now.flight, now.microbatch) != (number, flight.microbatch):
                 raise _error(program, i, f"is in the flight of another microbatch, {now.flight}")
+            if lane_of.setdefault(now.graph, flight.lane) != flight.lane:
+                raise _error(program, i, f"has a graph of another lane, {lane_of[now.graph]}")
     for error in plan_errors(buffer_plan(program)):
         raise ValueError(f"program: rank {program.rank}: {error}")
     read = sorted((buffer, i) for i, now in enumerate(program.instructions) for buffer in now.buffers)

@@ -407,6 +407,11 @@ def broken_lists():
     yield "has no graph, unlike its span", other(one, graph=-1, flight=-1)
     yield "has a graph, unlike its span", other(dgrad, graph=0, flight=0)
     yield "is in the flight of another microbatch, 1", other(one, flight=1)
+    third = second.flights[2]._replace(lane=2)
+    yield (
+        "has a graph of another lane, 0",
+        second._replace(flights=(*second.flights[:2], third, second.flights[3])),
+    )
     yield (
         "a lease does not begin where",
         leased._replace(
