@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from fastmp.nn.moe.activation_stash import ActivationStash
 from fastmp.nn.moe.layer import MoELayer
 from fastmp.nn.overlap import OverlappedLayers
 from fastmp.optim.grad_buffers import GradBuffer
+from fastmp.pipeline.runner import Pipeline
 from fastmp.schedule.schedule import Schedule
 from fastmp.testing.ranks import run_ranks
 
@@ -136,6 +137,19 @@ def _layer(dispatcher: str, config: GPTConfig, groups: ParallelGroups, on: Place
     return layer
 
 
+class _Upstream(torch.autograd.Function):
+    """A loss whose gradient is given, without traffic of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, grad: Tensor) -> Tensor:
+        ctx.grad = grad
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.grad, None
+
+
 def _step(layer: torch.nn.Module, mode: str, x: Tensor, grad: Tensor) -> Step:
     """Make the step of one way, which has run until all graphs are captured."""
     chain = LayerChain([layer])
@@ -153,37 +167,22 @@ def _step(layer: torch.nn.Module, mode: str, x: Tensor, grad: Tensor) -> Step:
             else OverlappedGraphManager(layers, schedule.together(0), backend=backend)
         )
 
-    def backward(outputs: tuple[Tensor, ...]) -> Tensor:
-        output, aux, *_ = outputs
-        differentiable = [(output, grad)] + [(aux, torch.ones_like(aux))] * aux.requires_grad
-        torch.autograd.backward(*zip(*differentiable, strict=True))
-        return output.detach()
+    outputs: list[Tensor] = []
 
-    def step() -> Tensor:
+    def loss(_: int) -> Tensor:
+        output, aux, *_ = chain(x)
+        outputs[:] = [output.detach()]
+        return _Upstream.apply(output, grad) + aux
+
+    options: dict[str, Any] = {"pairs": schedule.all_pairs(), "overlap": layers}
+    pipeline = Pipeline([chain], schedule.orders(), group=None, inputs=None, loss=loss, **options)
+
+    def run() -> Tensor:
         if manager is not None:
             manager.begin_step()
-        for _ in range(MICROBATCHES):
-            output = backward(chain(x))
-        return output
+        pipeline.train(range(MICROBATCHES))
+        return outputs[0]
 
-    def overlapped_step() -> Tensor:
-        assert layers is not None
-        if manager is not None:
-            manager.begin_step()
-        layers.begin_step()
-        outputs = None
-        for microbatch in range(MICROBATCHES):
-            before = None if outputs is None else (microbatch - 1, 0)
-            if outputs is not None:
-                backward(outputs)
-            with layers.forward((microbatch, 0), before):
-                outputs = chain(x)
-        assert outputs is not None
-        output = backward(outputs)
-        layers.backward((MICROBATCHES - 1, 0))
-        return output
-
-    run = step if layers is None else overlapped_step
     for _ in range(WARMUP):
         run()
     return run

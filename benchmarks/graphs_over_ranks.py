@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -22,7 +23,8 @@ from fastmp.nn import LayerChain, Placement, TransformerLayer
 from fastmp.nn.moe.dispatchers.alltoall import AllToAllDispatcher
 from fastmp.nn.overlap import OverlappedLayers
 from fastmp.optim.grad_buffers import GradBuffer
-from fastmp.schedule.schedule import BACKWARD, FORWARD, Schedule
+from fastmp.pipeline.runner import Pipeline
+from fastmp.schedule.schedule import Schedule
 from fastmp.testing.ranks import run_ranks
 from tools.silent_graphs import SilentBackend
 
@@ -68,23 +70,19 @@ def two_at_once_us(rank: int, world: int, dispatcher: str, graphs: bool, steps: 
     manager = OverlappedGraphManager(layers, schedule.together(0), backend=backend) if graphs else None
     GradBuffer(chain.named_parameters())
     hidden = torch.randn(CONFIG.max_seq_len, 1, CONFIG.hidden_size, requires_grad=True)
-    made: tuple[torch.Tensor, ...] = ()
+
+    def loss(_: int) -> torch.Tensor:
+        output, *others = chain(hidden)
+        return sum((each.sum() for each in others[::2]), start=output.sum())
+
+    options: dict[str, Any] = {"pairs": schedule.all_pairs(), "overlap": layers}
+    pipeline = Pipeline([chain], schedule.orders(), group=None, inputs=None, loss=loss, **options)
     times = []
     for _ in range(WARMUP + steps):
         start = time.perf_counter_ns()
         if manager is not None:
             manager.begin_step()
-        layers.begin_step()
-        for group in schedule.together(0):
-            keys = {step.kind: (step.microbatch, 0) for step in group}
-            if BACKWARD in keys:
-                torch.autograd.backward(made, [torch.ones_like(each) for each in made])
-            if FORWARD in keys:
-                with layers.forward(keys[FORWARD], keys.get(BACKWARD)):
-                    output, *others = chain(hidden)
-                made = (output, *others[::2])
-            if BACKWARD in keys:
-                layers.backward(keys[BACKWARD])
+        pipeline.train(range(MICROBATCHES))
         times.append(time.perf_counter_ns() - start)
     return min(times[WARMUP:]) / 1e3 / LAYERS / MICROBATCHES
 

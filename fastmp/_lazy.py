@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -25,3 +26,9 @@ def exports(
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return get, lambda: sorted({*homes, *(name for name in names if "." not in name)}), sorted(homes)
+
+
+def moved(package: str, modules: str, to: str) -> None:
+    """Let modules that have moved to `to` be imported by their former names, until the next release."""
+    for name in modules.split():
+        sys.modules[f"{package}.{name}"] = import_module(f"{to}.{name}")

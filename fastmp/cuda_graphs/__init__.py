@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastmp._lazy import exports
+from fastmp._lazy import exports, moved
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
@@ -13,3 +13,5 @@ __getattr__, __dir__, __all__ = exports(
         "backends.recording": "RecordingBackend",
     },
 )
+
+moved(__name__, "buffer_plan lanes scope", to="fastmp.schedule")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from fastmp.schedule.program import KINDS, LOSS, Instruction, Program, Span
 from fastmp.schedule.schedule import Schedule
 from fastmp.schedule.scope import span_kinds
 from fastmp.schedule.stage_map import StageMap
-from fastmp.schedule.steps import BACKWARD_WEIGHT, FORWARD, Step
+from fastmp.schedule.steps import BACKWARD_WEIGHT, FORWARD, Step, together
 from fastmp.schedule.stream_schedule import (
     SegmentCost,
     SegmentFacts,
@@ -21,13 +21,12 @@ from fastmp.schedule.stream_schedule import (
     step_launches,
 )
 
-__all__ = ["TAIL", "make_program"]
+__all__ = ["TAIL", "make_program", "program_of"]
 
 TAIL = ("reduce", "sum", "update", "gather")
-_CHUNK = "whole chunk"
 _BEFORE, _BETWEEN, _BEHIND = "before the layers", "between the layers", "behind the layers"
 _OPS = {kind: op for op, kind in KINDS.items()}
-_COMPUTE = SegmentCost("layers")
+_LAYERS = SegmentCost("layers")  # in launch order without overlap, where costs do not matter
 
 
 def make_program(
@@ -44,7 +43,8 @@ def make_program(
     `with_buffers` gives its captured spans graphs. Until then they run eagerly, as in a warm-up step.
 
     If the schedule overlaps microbatches, layers are cut at their exchanges as well: those of the first chain
-    of a chunk. A chunk of which nothing is captured or overlapped is one span.
+    of a chunk. A chunk of which nothing is captured or overlapped is one span. A model of one stage is called
+    by its loss.
 
     Args:
         facts: the segments of each chunk of this rank: those of each layer chain in it, in order.
@@ -58,41 +58,70 @@ def make_program(
     Example:
         >>> facts = [[[SegmentFacts("0.attention"), SegmentFacts("0.mlp")]]]
         >>> [now.op for now in make_program(Schedule(1, 1), 0, facts).instructions]
-        ['zero', 'fetch', 'forward', 'forward', 'backward', 'backward', 'reduce', 'sum', 'update', 'gather']
+        ['zero', 'fetch', 'forward', 'backward', 'reduce', 'sum', 'update', 'gather']
     """
     if len(facts) != schedule.vpp:
         raise ValueError(f"make_program: expected facts of {schedule.vpp} chunks, got {len(facts)}")
     stages, overlap = schedule.stages, schedule.overlap and not forward_only
-    scope = () if forward_only else scope
+    given, pairs = _messages(schedule, forward_only)[rank], schedule.pairs(rank) if overlap else ()
+    if forward_only:
+        return program_of(given, stages, rank, facts, whole=len(stages) == 1)
     whole_step = "full_step" in (scope or ())
+    program = program_of(
+        given, stages, rank, facts, scope, pairs=pairs, overlap=overlap, whole=len(stages) == 1
+    )
+    # Add the work of the whole step. A batch is fetched ahead of everything that one graph holds.
+    ahead, rest = list[Instruction](), list[Instruction]()
+    for now in program.instructions:
+        (ahead if whole_step and now.op == "fetch" else rest).append(now)
+    every = (*ahead, Instruction("zero"), *rest, *map(Instruction, tail))
+    cuts = [len(ahead) - 1, *(i for i, now in enumerate(every) if now.op == "decide"), len(every)]
+    regions = [range(before + 1, after) for before, after in pairwise(cuts)] if whole_step else []
+    return program._replace(instructions=every, regions=tuple(regions))
+
+
+def program_of(
+    given: RankProgram,
+    stages: StageMap,
+    rank: int,
+    facts: Sequence[Sequence[Sequence[SegmentFacts]]],
+    scope: Sequence[str] | None = (),
+    *,
+    pairs: Container[int] = (),
+    overlap: bool = False,
+    whole: bool = False,
+) -> Program:
+    """Plan the forwards and backwards of a rank, with its messages: what `fastmp.pipeline.Pipeline` runs.
+
+    Args:
+        given: the steps and messages of the rank.
+        facts, scope: as in `make_program`.
+        pairs: positions of forwards that overlap the next step; overlap: cut the layers at their exchanges.
+        whole: the loss calls the only stage itself, so that both are one span if nothing is cut.
+    """
     # 1. Cut the chunks into spans.
     spans, chunks = list[Span](), list[_Chunk]()
     for chunk, stage in enumerate(stages.stages(rank)):
-        chunks.append(_cut(spans, chunk, facts[chunk], scope, overlap, stage, stages))
-    # 2. Unroll the schedule over them. Messages stand where all ranks agree to post them. A batch is fetched
-    #    right before its first use, or ahead of everything that one graph holds.
-    given = _messages(schedule, forward_only)[rank]
-    groups = [*schedule.together(rank)] if overlap else [(step,) for step in given.steps]
-    ahead, out, fetched, at = list[Instruction](), list[Instruction](), set[int](), 0
+        chunks.append(_cut(spans, chunk, facts[chunk], scope, overlap, stage, stages, whole))
+    # 2. Unroll the schedule over them. Messages stand where all ranks agree to post them, and a batch is
+    #    fetched right before its first use.
+    groups = [*together(given.steps, pairs)]
+    out, fetched, at = list[Instruction](), set[int](), 0
     for group, layers in zip(groups, _launches(groups, chunks, overlap), strict=True):
         out += _posted(given, at, rank, stages, chunks)
         new = {step.microbatch for step in group} - fetched
-        (ahead if whole_step else out).extend(Instruction("fetch", microbatch) for microbatch in new)
+        out += (Instruction("fetch", microbatch) for microbatch in new)
         fetched |= new
         out += _unrolled(group, layers, chunks, spans)
         at += len(group)
     out += _posted(given, at, rank, stages, chunks)
-    if forward_only:
-        return Program(rank, stages, tuple(spans), tuple(out))
-    # 3. Add the work of the whole step.
-    every = (*ahead, Instruction("zero"), *out, *map(Instruction, tail))
-    cuts = [len(ahead) - 1, *(i for i, now in enumerate(every) if now.op == "decide"), len(every)]
-    regions = [range(before + 1, after) for before, after in pairwise(cuts)] if whole_step else []
-    return Program(rank, stages, tuple(spans), every, regions=tuple(regions))
+    return Program(rank, stages, tuple(spans), tuple(out))
 
 
 class _Chunk(NamedTuple):
-    """The spans of a chunk by number: the one before its layers, or the whole chunk; its layers; the rest.
+    """The spans of a chunk by number: the one before its layers; its layers; the code behind, and the loss.
+
+    A chunk that is not cut has neither of the first two: its only code overlaps nothing.
 
     ops: runs of layer spans on one stream, with their costs; a single run without overlap.
     """
@@ -105,7 +134,7 @@ class _Chunk(NamedTuple):
     @property
     def ends(self) -> tuple[int, int]:
         """The first span, which receives activations, and the last, which produces them."""
-        return self.before[0], (self.behind or self.before)[-1]
+        return (self.before or self.behind)[0], self.behind[-1]
 
 
 @lru_cache(maxsize=8)
@@ -124,26 +153,30 @@ def _cut(
     overlap: bool,
     stage: int,
     stages: StageMap,
+    whole: bool,
 ) -> _Chunk:
-    """Append the spans of a chunk, which is stage number `stage`, to `spans`."""
+    """Append the spans of a chunk, which is stage number `stage`, to `spans`; whole: as in `program_of`."""
     layers = _layer_ops(chunk, chains[:1] if overlap else chains, scope, overlap)
-    full = "full" in (scope or ()) and not overlap
-    # 1. Code before the layers, or the whole chunk if they are not cut. Under scope "full" a stage without
-    #    layers, which returns what it gets, has no graph, and a model of one stage shares one with its loss.
-    alone = full and len(stages) == 1
-    name = _BEFORE if layers else f"{_CHUNK} and {LOSS}" if alone else _CHUNK
-    before = range(len(spans), len(spans) + 1)
-    spans.append(Span(name, chunk, captured=full and (stage == 0 or any(chains))))
-    # 2. The layers.
-    ops = list[range]()
-    for _, own in layers:
-        ops.append(range(len(spans), len(spans) + len(own)))
-        spans += own
-    behind = len(spans)
-    # 3. Code behind them.
-    spans += [Span(_BEHIND, chunk)] * bool(layers)
-    spans += [Span(LOSS, chunk, captured=full)] * (stage == stages.last and not alone)
-    ops = ops if overlap or not ops else [range(ops[0].start, behind)]
+    full, joined = "full" in (scope or ()) and not overlap, f" and {LOSS}" * whole
+    title = f" of chunk {chunk}" * (stages.vpp > 1)
+    first, ops = len(spans), list[range]()
+    if layers:
+        # 1. Code before the layers, the layers, and the code behind them.
+        spans.append(Span(_BEFORE + title, chunk))
+        for _, own in layers:
+            ops.append(range(len(spans), len(spans) + len(own)))
+            spans += own
+        behind = len(spans)
+        spans.append(Span(_BEHIND + title + joined, chunk))
+        ops = ops if overlap else [range(ops[0].start, behind)]
+    else:
+        # 2. Or the whole chunk. Under scope "full" a stage without layers, which returns what it gets, has no
+        #    graph.
+        behind = first
+        spans.append(Span(f"chunk {chunk}{joined}", chunk, captured=full and (stage == 0 or any(chains))))
+    if stage == stages.last and not whole:
+        spans.append(Span(LOSS, chunk, captured=full))
+    before = range(first, first + bool(layers))
     return _Chunk(before, ops, [cost for cost, _ in layers], range(behind, len(spans)))
 
 
@@ -156,8 +189,8 @@ def _layer_ops(
         kinds = _kinds(chain, scope, overlap)
         if (chain and overlap) or any(captured for captured, _ in kinds):
             if found:
-                found.append((_COMPUTE, [Span(_BETWEEN, chunk)]))
-            for places, cost in partition_segments(chain) if overlap else [(range(len(chain)), _COMPUTE)]:
+                found.append((_LAYERS, [Span(_BETWEEN, chunk)]))
+            for places, cost in partition_segments(chain) if overlap else [(range(len(chain)), _LAYERS)]:
                 own = list[Span]()
                 for (captured, _), group in groupby(places, kinds.__getitem__):
                     first, *_, last = [*group] * 2
@@ -212,9 +245,9 @@ def _unrolled(
     # 2. Spans go forward in order, backward in reverse.
     for step, kind, numbers in runs:
         for number in numbers if kind == FORWARD else reversed(numbers):
-            whole = spans[number].name == LOSS and kind != FORWARD  # its backward is not split
-            if not (whole and kind == BACKWARD_WEIGHT):
-                yield Instruction("backward" if whole else _OPS[kind], step.microbatch, number)
+            loss_alone = spans[number].name == LOSS and kind != FORWARD  # its backward is not split
+            if not (loss_alone and kind == BACKWARD_WEIGHT):
+                yield Instruction("backward" if loss_alone else _OPS[kind], step.microbatch, number)
 
 
 def _posted(

@@ -49,7 +49,8 @@ _WORDS = {
 class Span(NamedTuple):
     """Code of a chunk that runs as one, forward and backward.
 
-    segments: their numbers among those of the chunk's layer chains; None: the model's own code, or its loss.
+    segments: their numbers among those of the chunk's layer chains; None: the model's own code, its loss, or
+        a whole chunk.
     stream: "compute", or "exchange" for overlapped communication.
     captured: it is one CUDA graph, or several where lanes or the order of weight gradients differ.
     trained: False: no gradient reaches it, and it has no backward instruction.
@@ -67,10 +68,12 @@ class Instruction(NamedTuple):
     """One entry of a program.
 
     op: forward, backward, dgrad or wgrad of a span; send or recv of a message; fetch of a batch; or zero,
-        reduce, sum, decide, update or gather of the whole step.
+        reduce, sum, decide, update or gather of the whole step. The backward of a loss is whole, but for
+        weight gradients that can be deferred: these wait with those of the last stage.
     span: also of a message: the one that makes what is sent, or takes what is received.
     kind: of a message: "forward" for activations, "backward" for gradients.
-    peer, tag: of a message: the other pipeline rank, and a number that is unique in the pipeline.
+    peer, tag: of a message: the other pipeline rank, and a number that is unique in the pipeline. The first
+        activations of a stage have their shapes and dtypes ahead of them.
     flight, graph: of a captured span: the numbers of its `Flight` and its graph; -1: it runs eagerly.
     buffers: static buffers of its inputs, or of the output gradients of a backward.
     """
@@ -147,12 +150,14 @@ def with_buffers(program: Program, specs: Sequence[SpanSpec] | None = None) -> P
         if now.op in KINDS and now.span in of_span:
             if now.op != "forward" and of_span[now.span].gradients is None:
                 continue
-            _, _, buffers, graph, flight = next(replays)
+            replay = next(replays)
             places.append(len(out))
-            now = Instruction(*now[:6], flight, graph, buffers)
+            now = now._replace(flight=replay.flight, graph=replay.graph, buffers=replay.buffers)
         out.append(now)
     spans = [
-        span._replace(trained=number not in of_span or of_span[number].gradients is not None)
+        span._replace(
+            trained=span.trained and (number not in of_span or of_span[number].gradients is not None)
+        )
         for number, span in enumerate(program.spans)
     ]
     return program._replace(
@@ -199,7 +204,5 @@ def in_words(program: Program, now: Instruction, width: int = 0) -> str:
     elif now.span < 0:
         text = _WORDS[now.op]
     else:
-        span = program.spans[now.span]
-        several = span.segments is None and span.name != LOSS and program.stages.vpp > 1
-        text = span.name + f" of chunk {span.chunk}" * several
+        text = program.spans[now.span].name
     return " ".join([f"{now.op:{width}}", *[f"m{now.microbatch}"] * (now.microbatch >= 0), text])

@@ -238,7 +238,7 @@ class MicrobatchRunner:
     def train(self, fetch: Callable[[int], Batch], loss_grad: Tensor | None = None) -> Sums:
         """Run forward and backward of the microbatches `fetch(0)`, `fetch(1)`, ...; gradients accumulate.
 
-        All pipeline ranks call it. A whole model fetches each microbatch just before its forward.
+        All pipeline ranks call it. Each microbatch is fetched just before its first forward on this rank.
 
         loss_grad: 0-dim, the upstream gradient of every loss (None: 1). Returned sums do not depend on it.
         """
@@ -247,9 +247,7 @@ class MicrobatchRunner:
             with phase("data"):
                 return fetch(microbatch)
 
-        on_demand = self.pipeline.loss_runs_chunk
-        batches = timed if on_demand else list(map(timed, range(self.num_microbatches)))
-        result = self.pipeline.train(batches, loss_grad)
+        result = self.pipeline.train(timed, loss_grad)
         totals = self._totals(result)
         if result.stage_loss is not None:
             totals[2] += result.stage_loss

@@ -21,7 +21,8 @@ from fastmp.cuda_graphs.overlapped import OverlappedGraphManager
 from fastmp.nn.overlap import OverlappedLayers
 from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer
 from fastmp.ops.wgrad import linear
-from fastmp.schedule.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Schedule
+from fastmp.pipeline.runner import Pipeline
+from fastmp.schedule.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Schedule
 from fastmp.schedule.stream_schedule import OpStep
 
 MICROBATCHES = 6
@@ -88,35 +89,35 @@ class Trained:
             self.manager = OverlappedGraphManager(self.layers, steps, backend=backend, **options)
         self.parameters = [*self.chain.parameters(), self.embedding]
         self.optimizer = torch.optim.SGD(self.parameters, lr=1e-4)
+        self.pipeline = self.pipeline_of(self.schedule)
+
+    def pipeline_of(self, schedule):
+        options = {"group": None, "inputs": None, "pairs": schedule.all_pairs(), "overlap": self.layers}
+        return Pipeline([self.chain], schedule.orders(), loss=self.loss, **options)
+
+    def loss(self, batch):
+        inputs, scale = batch
+        out, *aux = self.chain(inputs * self.embedding, scale=scale)
+        loss = out.square().sum() + sum(aux)
+        self.seen.append(loss.detach())
+        return loss
 
     def step(self, seed=0):
         """Losses and gradients of a step; all microbatches begin with random numbers of their own."""
         self.optimizer.zero_grad()
         if self.manager is not None:
             self.manager.begin_step()
-        if self.layers is not None:
-            self.layers.begin_step()
-        losses, seen = {}, []
-        for steps in self.schedule.together(0):
-            backwards = [each.microbatch for each in steps if each.kind == BACKWARD]
-            for microbatch in backwards:
-                losses.pop(microbatch).backward()
-            for microbatch in (each.microbatch for each in steps if each.kind == FORWARD):
-                numbers = torch.Generator().manual_seed(seed + microbatch)
-                inputs = torch.randn(self.rows, 8, generator=numbers).to(**self.place)
-                scale = torch.full((), 0.5 + microbatch / 4, **self.place)
-                if self.layers is None:
-                    out, *aux = self.chain(inputs * self.embedding, scale=scale)
-                else:
-                    with self.layers.forward((microbatch, 0), *((other, 0) for other in backwards)):
-                        out, *aux = self.chain(inputs * self.embedding, scale=scale)
-                losses[microbatch] = out.square().sum() + sum(aux)
-                seen.append(losses[microbatch].detach())
-            for microbatch in backwards if self.layers is not None else ():
-                self.layers.backward((microbatch, 0))
-        seen += [param.grad.clone() for param in self.parameters]
+
+        def batch(microbatch):
+            numbers = torch.Generator().manual_seed(seed + microbatch)
+            inputs = torch.randn(self.rows, 8, generator=numbers).to(**self.place)
+            return inputs, torch.full((), 0.5 + microbatch / 4, **self.place)
+
+        self.seen = []
+        self.pipeline.train(batch)
+        self.seen += [param.grad.clone() for param in self.parameters]
         self.optimizer.step()
-        return seen
+        return self.seen
 
     def steps(self, number=5):
         torch.manual_seed(9)
@@ -302,15 +303,11 @@ def test_exchanges_are_not_for_graphs_and_orders_are_checked(monkeypatch):
     monkeypatch.undo()
     graphed = Trained(graphs=True)
     graphed.steps(4)
-    graphed.manager.begin_step()
-    x, scale = torch.ones(5, 8, dtype=torch.float64, requires_grad=True), torch.ones((), dtype=torch.float64)
-    with graphed.layers.forward((0, 0)):
-        out, *_ = graphed.chain(x, scale=scale)
+    graphed.pipeline = graphed.pipeline_of(Schedule(1, MICROBATCHES))
     with pytest.raises(
         GraphError, match=r"is about to run, but the forward of microbatch 1 op 0, .* planned"
     ):
-        out.sum().backward()
-        graphed.layers.backward((0, 0))
+        graphed.step()
 
 
 @pytest.mark.full

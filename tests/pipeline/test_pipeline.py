@@ -309,6 +309,7 @@ def reports_case(rank, world):
     names = {event.name for event in profile.events()}
     for kind, microbatch, chunk in result.trace:
         assert f"fastmp.pipeline.{kind}[microbatch {microbatch}, chunk {chunk}]" in names
+    assert ("fastmp.pipeline.backward[microbatch 3, loss]" in names) == (rank == 1)
     with count_collectives() as calls:
         pipeline.train(batches(4))
     return calls.counts

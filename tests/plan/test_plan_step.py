@@ -80,7 +80,7 @@ def test_the_program_can_be_read_from_json(capsys, options):
 def test_without_graphs_a_chunk_is_one_span(capsys):
     text = run(capsys, "--graphs.no-enabled", "--vpp=2", "--rank=1")
     assert text.startswith("rank 1 of pp 2: 57 instructions, 3 spans, 0 graphs, 0 buffers, 0 lanes\n")
-    assert "forward  m0 whole chunk of chunk 1\n" in text and "backward m0 loss\n" in text
+    assert "forward  m0 chunk 1\n" in text and "backward m0 loss\n" in text
 
 
 def test_a_whole_step_is_in_two_graphs_if_the_host_decides(capsys):

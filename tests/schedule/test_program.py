@@ -146,8 +146,8 @@ def reference(schedule, rank, facts, scope):
     if scope == ("full",):
         first, last = (schedule.stages.rank(stage) == rank for stage in (0, schedule.stages.last))
         if len(schedule.stages) == 1:
-            return order, [["whole chunk and loss"]]
-        names = [["whole chunk"] * bool(own or (first and not chunk)) for chunk, own in enumerate(chains)]
+            return order, [["chunk 0 and loss"]]
+        names = [[f"chunk {chunk}"] * bool(own or (first and not chunk)) for chunk, own in enumerate(chains)]
         order, names = ([*with_loss(order, schedule.vpp - 1)], [*names, ["loss"]]) if last else (order, names)
         return [step for step in order if names[step.chunk]], names
     if not schedule.overlap:
@@ -247,7 +247,7 @@ def test_chains_beside_the_layers_have_spans_of_their_own():
     assert [span.name for span in own.spans] == [
         *("before the layers", "0.attention to 0.preprocess", "0.dispatch to 0.combine"),
         *("between the layers", "1.attention to 1.preprocess", "1.dispatch to 1.combine"),
-        *("behind the layers", "loss"),
+        "behind the layers and loss",
     ]
     assert [span.segments for span in own.spans[4:6]] == [range(6, 9), range(9, 12)]
     overlapped = make_program(Schedule(1, 2, overlap=True), 0, [chains], None)
@@ -257,11 +257,12 @@ def test_chains_beside_the_layers_have_spans_of_their_own():
 def test_code_around_overlapped_layers_runs_before_and_after_both_microbatches():
     program = make_program(Schedule(1, 2, overlap=True), 0, [[layers(1)]])
     words = [in_words(program, now) for now in program.instructions]
-    pair = words[words.index("fetch m1 batch") + 1 : words.index("forward m1 loss") + 1]
-    assert pair[:3] == ["backward m0 loss", "backward m0 behind the layers", "forward m1 before the layers"]
-    assert pair[-3:] == ["backward m0 before the layers", "forward m1 behind the layers", "forward m1 loss"]
+    behind = "behind the layers and loss"
+    pair = words[words.index("fetch m1 batch") + 1 : words.index(f"forward m1 {behind}") + 1]
+    assert pair[:2] == [f"backward m0 {behind}", "forward m1 before the layers"]
+    assert pair[-2:] == ["backward m0 before the layers", f"forward m1 {behind}"]
     streams = {span.name: span.stream for span in program.spans}
-    between = [streams[text.split(" ", 2)[2]] for text in pair[3:-3]]
+    between = [streams[text.split(" ", 2)[2]] for text in pair[2:-2]]
     assert between.count("exchange") == 4 and between[:2] == ["exchange", "compute"]
 
 

@@ -12,7 +12,7 @@ from trainer_tools import make_groups, make_trainer
 from fastmp.config import ParallelConfig, TrainConfig
 from fastmp.nn import overlap
 from fastmp.nn.gpt import GPT
-from fastmp.nn.segment import LayerChain
+from fastmp.pipeline.executor import Executor
 from fastmp.pipeline.runner import Pipeline
 from fastmp.schedule.schedule import Schedule
 from fastmp.testing.ranks import run_ranks
@@ -27,25 +27,18 @@ CONFIG = replace(SHARED_EXPERT, dropout=0.1)
 @pytest.mark.full
 def test_a_forward_runs_beside_the_backward_before_it():
     def rank_main(rank, world_size):
-        ran = []
+        ran, entered = [], Executor._entered
 
-        class Recorded(overlap._Microbatch):
-            def forward(self, part, shared):
-                ran.append(("forward", self._sections[part].name))
-                super().forward(part, shared)
-
-            def backward(self, part):
-                which = self._parts[part]
-                kind = "weights" if which.deferred else "backward"
-                ran.append((kind, self._sections[which.first].name))
-                super().backward(part)
+        def note(executor, now, span):
+            if span.segments is not None:
+                ran.append((now.op, span.name.split(" to ")[0]))
+            return entered(executor, now, span)
 
         layout = ParallelConfig(ep=2)
         groups = make_groups(world_size, layout)
         trainer = make_trainer(groups, layout, config=CONFIG, dtype=torch.float32, overlap_experts=True)
-        overlap._Microbatch = Recorded
+        Executor._entered = note
         trainer.train_step()
-        assert not trainer.runner.overlap._live
         return ran
 
     ran, same = run_ranks(rank_main, 2)
@@ -56,33 +49,24 @@ def test_a_forward_runs_beside_the_backward_before_it():
     assert ran[:16] == [("forward", name) for name in runs]
     beside = ran[16 : 16 + 16 + 24]  # 16 parts forward, 16 back, 8 of weights
     assert [name for kind, name in beside if kind == "forward"] == runs
-    assert [name for kind, name in beside if kind == "backward"] == runs[::-1]
+    assert [name for kind, name in beside if kind in ("backward", "dgrad")] == runs[::-1]
     assert beside[:5] == [
         ("backward", "3.combine"),
         ("forward", "0.attention"),
-        ("backward", "3.experts"),
+        ("dgrad", "3.experts"),
         ("forward", "0.dispatch"),
         ("backward", "3.dispatch"),
     ]
     rest = ran[-24:]
-    assert [name for kind, name in rest if kind == "backward"] == runs[::-1]
-    assert rest[:3] == [("backward", "3.combine"), ("backward", "3.experts"), ("weights", "3.experts")]
+    assert [name for kind, name in rest if kind in ("backward", "dgrad")] == runs[::-1]
+    assert rest[:3] == [("backward", "3.combine"), ("dgrad", "3.experts"), ("wgrad", "3.experts")]
 
 
 def test_evaluation_is_as_ever_and_what_does_not_go_with_it_is_refused():
     layers = GPT(CONFIG).layers
-    before = LayerChain.forward
-    runs_parts = overlap.OverlappedLayers([layers])
+    overlap.OverlappedLayers([layers])
     x_SBH = torch.randn(8, 2, CONFIG.hidden_size, requires_grad=True)
-    with runs_parts.forward((0, 0)):
-        out_SBH, *_ = layers(x_SBH)
-    assert out_SBH.grad_fn is not None and runs_parts._live
-    runs_parts.begin_step()
-    assert not runs_parts._live
-    layers.eval()
-    with torch.no_grad(), runs_parts.forward((0, 0)):
-        assert torch.equal(layers(x_SBH)[0], before(layers, x_SBH)[0])
-    assert not runs_parts._live
+    assert torch.equal(layers.eval()(x_SBH)[0], layers.run((x_SBH,), {})[0])
     with pytest.raises(ValueError, match="layers are run in parts, which recompute=True does not know"):
         overlap.OverlappedLayers([GPT(CONFIG, recompute=True).layers])
     model, train = GPT(CONFIG), TrainConfig(steps=1, global_batch_size=4, eval_interval=0)

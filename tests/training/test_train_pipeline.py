@@ -281,11 +281,11 @@ def fault(kind):
 @pytest.mark.parametrize(
     ("kind", "rank", "message"),
     [
-        ("raises", 1, r"step 2, pipeline rank 1, forward of microbatch 0 chunk 0: IndexError"),
+        ("raises", 1, r"step 2, pipeline rank 1, instruction \d+ of \d+, forward m0 chunk 0: IndexError"),
         (
             "shape",
             0,
-            r"step 2, pipeline rank 0, forward of microbatch 0 chunk 0: ValueError: stage 0 outputs",
+            r"step 2, pipeline rank 0, instruction 1 of \d+, forward m0 chunk 0: ValueError: stage 0 outputs",
         ),
     ],
     ids=["raises", "outputs a wrong shape"],

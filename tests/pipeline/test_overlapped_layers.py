@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import contextmanager
 from unittest.mock import Mock
 
@@ -13,10 +14,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fastmp.distributed.streams import exchange_stream
 from fastmp.nn import overlap
-from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer
+from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer, StageOutput
 from fastmp.ops.wgrad import linear
-from fastmp.schedule.schedule import BACKWARD, FORWARD, Schedule
+from fastmp.pipeline import cut, streams
+from fastmp.pipeline.runner import Pipeline
+from fastmp.pipeline.streams import Streams
+from fastmp.schedule.schedule import Schedule, Step
 
 
 class Layer(SegmentedLayer):
@@ -52,37 +57,37 @@ class Layer(SegmentedLayer):
         return 0.5 * x + rows[order], aux
 
 
+class Model(nn.Module):
+    """A chain behind an embedding and a linear layer, whose weight gradients can be deferred."""
+
+    def __init__(self, layers, device, frozen=False):
+        super().__init__()
+        self.embedding = nn.Parameter(torch.ones(8), requires_grad=not frozen)
+        self.start, self.chain = nn.Linear(8, 8).requires_grad_(not frozen), LayerChain(layers)
+        self.to(device, torch.float64)
+        self.sums = []
+
+    def forward(self, x):
+        out, *aux = self.chain(linear(x * self.embedding, self.start.weight), scale=0.5)
+        loss = out.square().sum() + sum(aux)
+        self.sums.append(loss.item())
+        return loss
+
+
+def pipeline_of(model, schedule, layers=None, orders=None):
+    orders = schedule.orders() if orders is None else orders
+    options = {"group": None, "inputs": None, "pairs": schedule.all_pairs(), "overlap": layers}
+    return Pipeline([model], orders, loss=model, **options)
+
+
 def train(device, overlapped, *, frozen=False):
-    """The losses of 4 microbatches, the gradients of parameters, and of the chain's inputs."""
+    """The losses of 4 microbatches, and the gradients of parameters, also of those before the layers."""
     torch.manual_seed(3)
-    chain = LayerChain([Layer(), Layer(exchanges=False), Layer()]).to(device, torch.float64)
+    model = Model([Layer(), Layer(exchanges=False), Layer()], device, frozen)
     inputs = [torch.randn(5, 8, dtype=torch.float64, device=device) for _ in range(4)]
-    embedding = torch.ones(8, dtype=torch.float64, device=device, requires_grad=not frozen)
-    layers = overlap.OverlappedLayers([chain]) if overlapped else None
-    losses, done = {}, []
-    schedule = Schedule(1, 4, overlap=overlapped)
-
-    def forward(microbatch):
-        out, *aux = chain(inputs[microbatch] * embedding, scale=0.5)
-        losses[microbatch] = out.square().sum() + sum(aux)
-        done.append(losses[microbatch].item())
-
-    for steps in schedule.together(0):
-        forwards, backwards = (
-            [s.microbatch for s in steps if s.kind == kind] for kind in (FORWARD, BACKWARD)
-        )
-        for microbatch in backwards:
-            losses.pop(microbatch).backward()
-        for microbatch in forwards:
-            if layers is None:
-                forward(microbatch)
-                continue
-            with layers.forward((microbatch, 0), *((other, 0) for other in backwards)):
-                forward(microbatch)
-        for microbatch in backwards if layers is not None else ():
-            layers.backward((microbatch, 0))
-    assert layers is None or not layers._live
-    return done, [p.grad for p in (*chain.parameters(), *([] if frozen else [embedding]))]
+    layers = overlap.OverlappedLayers([model.chain]) if overlapped else None
+    pipeline_of(model, Schedule(1, 4, overlap=overlapped), layers).train(inputs)
+    return model.sums, [p.grad for p in model.parameters() if p.requires_grad and p is not model.start.bias]
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -94,25 +99,56 @@ def test_gradients_are_as_without(device, frozen):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_split_backward_leaves_wgrad_to_a_second_call(device):
-    """The gradient of the input comes with the first call, those of weights in GEMMs with the second."""
-    found = []
-    for split in (False, True):
+def test_a_split_backward_leaves_wgrad_for_later(device):
+    """Gradients of inputs come with dgrad, those of weights in GEMMs with wgrad, also before the layers."""
+    kinds = [("forward", 0), ("backward_input", 0), ("forward", 1), ("backward_weight", 0)]
+    kinds += [("backward_input", 1), ("backward_weight", 1)]
+    order, found = [Step(kind, microbatch, 0) for kind, microbatch in kinds], []
+    for overlapped in (False, True):
         torch.manual_seed(3)
-        chain = LayerChain([Layer(), Layer()]).to(device, torch.float64)
-        layers = overlap.OverlappedLayers([chain])
-        x = torch.ones(5, 8, dtype=torch.float64, device=device, requires_grad=True)
-        with layers.forward((0, 0)):
-            out, *aux = chain(x, scale=0.5)
-        (out.square().sum() + sum(aux)).backward()
-        if split:
-            layers.backward((0, 0), split=True)
-            assert x.grad is not None and layers._live
-            assert all(layer.second.weight.grad is None for layer in chain)  # `there` is in an exchange
-        layers.backward((0, 0))
-        assert not layers._live
-        found.append([x.grad, *(param.grad for param in chain.parameters())])
+        model = Model([Layer(), Layer()], device)
+        layers = overlap.OverlappedLayers([model.chain]) if overlapped else None
+        x, late = torch.ones(5, 8, dtype=torch.float64, device=device), []
+
+        def fetch(microbatch, model=model, x=x, late=late):
+            weights = [model.start.weight, *(layer.second.weight for layer in model.chain)]
+            late.append([each.grad is None for each in (model.embedding, *weights)])
+            return x + microbatch
+
+        pipeline_of(model, Schedule(1, 2), layers, [order]).train(fetch)
+        assert late == [[True] * 4, [False, True, True, True]]
+        found.append([p.grad for p in model.parameters() if p is not model.start.bias])
     assert all(torch.equal(a, b) and a.any() for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("depths", [(1, 1), (1, 0), (0, 1)], ids=str)
+def test_chunks_on_a_v_beside_each_other(depths):
+    """Bits of DualPipeV with overlap, also of stages without layers, are those of plain 1F1B."""
+
+    class Stage(nn.Module):
+        def __init__(self, depth):
+            super().__init__()
+            self.before, self.behind = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.chain = LayerChain([Layer() for _ in range(depth)])
+            self.double()
+
+        def forward(self, x):
+            x, *aux = self.chain(linear(x, self.before.weight, self.before.bias), scale=0.5)
+            return StageOutput(linear(x, self.behind.weight, self.behind.bias), sum(aux) if aux else None)
+
+    found = []
+    for name, overlapped in (("1f1b", False), ("dualpipe_v", False), ("dualpipe_v", True)):
+        torch.manual_seed(3)
+        chunks, schedule = [Stage(depth) for depth in depths], Schedule(1, 5, 2, None, name, overlapped)
+        batches = [torch.randn(5, 8, dtype=torch.float64) for _ in range(5)]
+        options = {"inputs": lambda batch: batch, "loss": lambda y, _: y.square().sum()}
+        options |= {"pairs": schedule.all_pairs(), "placement": schedule.placement}
+        layers = overlap.OverlappedLayers([each.chain for each in chunks]) if overlapped else None
+        result = Pipeline(chunks, schedule.orders(), group=None, overlap=layers, **options).train(batches)
+        assert Counter(result.trace) == Counter(schedule.order(0))
+        found.append([result.loss, *(p.grad for each in chunks for p in each.parameters())])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) and b.any() for a, b in zip(found[0], other, strict=True))
 
 
 def test_autograd_leaves_each_stream_alone(monkeypatch):
@@ -123,25 +159,25 @@ def test_autograd_leaves_each_stream_alone(monkeypatch):
     now, seen = ["loss"], []
 
     @contextmanager
-    def on(lane, part, exchange, tensors):
+    def on(streams, span, exchange, tensors):
         now.append("exchange" if exchange else "compute")
         yield
         now.pop()
 
-    class Cut(overlap._Cut):
+    class Cut(cut._Cut):
         @staticmethod
         def forward(ctx, *inputs):
             ctx.made = now[-1]
-            return overlap_cut.forward(ctx, *inputs)
+            return cut_of.forward(ctx, *inputs)
 
         @staticmethod
         def backward(ctx, grad):
             seen.append((ctx.made, now[-1]))
-            return overlap_cut.backward(ctx, grad)
+            return cut_of.backward(ctx, grad)
 
-    overlap_cut = overlap._Cut
-    monkeypatch.setattr(overlap._Lane, "on", on)
-    monkeypatch.setattr(overlap, "_Cut", Cut)
+    cut_of = cut._Cut
+    monkeypatch.setattr(Streams, "on", on)
+    monkeypatch.setattr(cut, "_Cut", Cut)
     train("cpu", True)
     assert set(seen) == {(name, name) for name in ("loss", "exchange", "compute")}
 
@@ -162,52 +198,63 @@ class Sleeps(torch.autograd.Function):
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_compute_goes_on_beside_the_exchange_of_a_backward(monkeypatch):
-    back = Layer._back
+    back, asleep = Layer._back, []
     monkeypatch.setattr(Layer, "_back", lambda self, rows, *rest: back(self, Sleeps.apply(rows), *rest))
-    chain = LayerChain([Layer()]).cuda()
-    layers = overlap.OverlappedLayers([chain])
-    with layers.forward((0, 0)):
-        out, aux = chain(torch.randn(5, 8, device="cuda", requires_grad=True))
-    (out.sum() + aux).backward()
+    model = Model([Layer()], "cuda")
+    x = torch.randn(5, 8, dtype=torch.float64, device="cuda")
+    pipeline = pipeline_of(model, Schedule(1, 1), overlap.OverlappedLayers([model.chain]))
+    exchange = cut.CutLayers.backward
+
+    def backward(layers, span, exchanges=False):
+        exchange(layers, span, exchanges)
+        if exchanges and not asleep:  # the first in a backward: "back"
+            torch.cuda.current_stream().synchronize()
+            asleep.append(not exchange_stream(x.device).query())
+
+    monkeypatch.setattr(cut.CutLayers, "backward", backward)
     torch.cuda.synchronize()
-    layers._live[0, 0].backward(0)
-    torch.cuda.current_stream().synchronize()
-    assert not overlap.exchange_stream(out.device).query()  # it is still asleep
-    layers.backward((0, 0))
+    pipeline.train([x])
     torch.cuda.synchronize()
-    assert all(param.grad.any() for param in chain.parameters())
+    assert asleep == [True]
+    assert all(param.grad.any() for param in model.chain.parameters())
 
 
 def test_hooks_of_layers():
-    chain = LayerChain([Layer(), Layer()])
-    layers, called = overlap.OverlappedLayers([chain]), []
+    model, called = Model([Layer(), Layer()], "cpu"), []
+    pipeline = pipeline_of(model, Schedule(1, 1), overlap.OverlappedLayers([model.chain]))
+    x = torch.randn(5, 8, dtype=torch.float64)
 
     def hook(module, inputs):
         called.append(module)
 
-    chain[0].first.register_forward_pre_hook(hook)
-    chain[1].register_forward_pre_hook(hook)
+    model.chain[0].first.register_forward_pre_hook(hook)
+    model.chain[1].register_forward_pre_hook(hook)
     with pytest.raises(ValueError, match=r"Layer is not called, nor its hook <function .*hook"):
-        layers.begin_step()
+        pipeline.train([x])
     hook.replayed = True
-    layers.begin_step()
-    with layers.forward((0, 0)):
-        chain(torch.randn(5, 8, requires_grad=True))
-    assert called == [chain[0].first, chain[1]]
-    chain[0].register_forward_hook(lambda *given: None)
+    pipeline.train([x])
+    assert called == [model.chain[0].first, model.chain[1]]
+    model.chain[0].register_forward_hook(lambda *given: None)
     with pytest.raises(ValueError, match="Layer is not called, nor its hook"):
-        layers.begin_step()
+        pipeline.train([x])
 
 
 def test_what_would_lose_gradients_is_refused():
-    chain, x = LayerChain([Layer()]), torch.randn(5, 8, requires_grad=True)
+    chain, x = LayerChain([Layer()]).double(), torch.ones(5, 8, dtype=torch.float64, requires_grad=True)
     layers = overlap.OverlappedLayers([chain])
-    with layers.forward((3, 0)), pytest.raises(ValueError, match="keyword 'scale' of all layers has a graph"):
-        chain(x, scale=x.sum())
-    with layers.forward((3, 0)):
-        chain(x, scale=torch.ones((), requires_grad=True))
-        with pytest.raises(ValueError, match="chunk 0 were called again with microbatch 3 before"):
-            chain(x)
+
+    def train(loss):
+        options = {"group": None, "inputs": None, "overlap": layers}
+        Pipeline([chain], Schedule(1, 1).orders(), loss=lambda _: loss(), **options).train([None])
+
+    with pytest.raises(ValueError, match="keyword 'scale' of all layers has a graph"):
+        train(lambda: chain(x, scale=x.sum())[0].sum())
+    train(lambda: chain(x, scale=torch.ones((), requires_grad=True))[0].sum())
+    with pytest.raises(ValueError, match="chunk 0 were called again with microbatch 0 before"):
+        train(lambda: chain(chain(x)[0])[0].sum())
+    with pytest.raises(ValueError, match="chunk 0 has not called its layers, or without gradients"):
+        train(lambda: (x * 2).sum())
+    assert torch.equal(chain(x)[0], chain.run((x,), {})[0])  # after a step that failed
 
 
 class Stream:
@@ -237,14 +284,14 @@ def test_a_part_waits_for_the_one_before_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(overlap, "exchange_stream", lambda device: exchanges)
-    lane = overlap._Lane(torch.empty(1))
-    lane._device = torch.device("cuda")
+    monkeypatch.setattr(streams, "exchange_stream", lambda device: exchanges)
+    own = Streams(torch.empty(1))
+    own._device = torch.device("cuda")
     for part, exchange in enumerate((False, True, False, True)):
-        with lane.on(part, exchange, ()):
+        with own.on(part, exchange, ()):
             pass
-    lane.join(())
-    with lane.on(3, True, ()):  # a backward, behind whose loss it comes
+    own.join(())
+    with own.on(3, True, ()):  # a backward, behind whose loss it comes
         pass
     assert log == [
         ("main", "waits for all of", "main"),
@@ -274,14 +321,14 @@ class CapturedStreams(TorchDispatchMode):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self.on)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        monkeypatch.setattr(overlap, "exchange_stream", lambda device: self.exchanges)
-        make = overlap._Lane.__init__
+        monkeypatch.setattr(streams, "exchange_stream", lambda device: self.exchanges)
+        make = Streams.__init__
 
-        def on_cuda(lane, x):
-            make(lane, x)
-            lane._device = torch.device("cuda")
+        def on_cuda(own, x):
+            make(own, x)
+            own._device = torch.device("cuda")
 
-        monkeypatch.setattr(overlap._Lane, "__init__", on_cuda)
+        monkeypatch.setattr(Streams, "__init__", on_cuda)
 
     @contextmanager
     def on(self, stream):
@@ -314,21 +361,21 @@ def test_a_captured_step_uses_memory_of_exchanges_again(frozen, monkeypatch):
     """No tensor is kept to the end of the capture, and none is freed while another stream reads it."""
     ends = []
     with CapturedStreams(monkeypatch) as step:
-        end = overlap._Lane.end
+        end = Streams.end
 
-        def ends_here(lane):
-            end(lane)
+        def ends_here(own):
+            end(own)
             step.find_races()
             ends.append(sum(ref.nbytes() for ref in map(storage_of, step.live) if ref is not None))
 
-        def joins(lane, tensors):
-            taken, held = (sum(map(len, each.values())) for each in (lane._taken, lane._held))
+        def joins(own, tensors):
+            taken, held = (sum(map(len, each.values())) for each in (own._taken, own._held))
             assert held < taken / 2  # of a forward, what the last parts have taken
-            join(lane, tensors)
+            join(own, tensors)
 
-        join = overlap._Lane.join
-        monkeypatch.setattr(overlap._Lane, "end", ends_here)
-        monkeypatch.setattr(overlap._Lane, "join", joins)
+        join = Streams.join
+        monkeypatch.setattr(Streams, "end", ends_here)
+        monkeypatch.setattr(Streams, "join", joins)
         train("cpu", True, frozen=frozen)
         step.find_races()
     assert not step.races
@@ -341,11 +388,11 @@ def storage_of(ref):
 
 def test_no_memory_is_recorded_for_a_stream_in_a_capture(monkeypatch):
     """The allocator keeps such memory from being used again until the capture ends."""
-    recorded, lane = [], overlap._Lane(torch.empty(1))
-    lane._device = torch.device("cuda")
+    recorded, own = [], Streams(torch.empty(1))
+    own._device = torch.device("cuda")
     tensor = Mock(is_cuda=True, record_stream=recorded.append)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "main")
     for captures, expected in ((True, []), (False, ["main"])):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captures=captures: captures)
-        lane.lend([tensor])
+        own.lend([tensor])
         assert recorded == expected
