@@ -137,7 +137,7 @@ def test_what_is_no_tensor_is_refused(made, message):
 
 def test_the_cause_of_an_error_is_kept():
     with pytest.raises(
-        PipelineError, match="pipeline rank 0, instruction 7 of 12, forward m2 chunk 0"
+        PipelineError, match="pipeline rank 0, instruction 11 of 20, forward m2 chunk 0"
     ) as caught:
         make(ParallelGroups.alone(), 1, 4, chunks=[Failing(0, "raise")]).train(batches(4))
     assert isinstance(caught.value.__cause__, FloatingPointError)
