@@ -290,6 +290,9 @@ def _check(
     if vocab_start < 0:
         raise ValueError(f"{op}: vocab_start must not be negative, got {vocab_start}")
     per_token = {"token_weight": token_weight, "loss_grad": loss_grad}
+    for name, given in per_token.items():
+        if given is not None and not isinstance(given, Tensor):
+            raise ValueError(f"{op}: {name} must be a tensor of shape {tuple(target.shape)}, got {given!r}")
     check_options(op, logits.dtype, target, label_smoothing, z_loss, **per_token)
 
 
@@ -540,7 +543,7 @@ def _is_validated_by_kernel(logits: Tensor, target: Tensor, loss_grad: Tensor | 
     if logits.dim() != 2 or target.dtype != torch.int64 or not logits.is_contiguous():
         return False
     if loss_grad is not None:
-        if not (torch.is_grad_enabled() and logits.requires_grad):
+        if not (torch.is_grad_enabled() and logits.requires_grad and isinstance(loss_grad, Tensor)):
             return False  # no kernel would see it
         if loss_grad.dim() != 1 or loss_grad.requires_grad:
             return False

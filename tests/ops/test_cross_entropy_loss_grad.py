@@ -236,6 +236,14 @@ def test_bad_arguments_are_named(change, message):
         cross_entropy(arguments.pop("logits"), arguments.pop("target"), **arguments, reduction="none")
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("name", ["loss_grad", "token_weight"])
+def test_a_number_is_no_tensor(name, recorded):
+    logits, target = torch.zeros(4, 6, requires_grad=recorded), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=rf"cross_entropy: {name} must be a tensor of shape \(4,\), got 0.5"):
+        cross_entropy(logits, target, **{name: 0.5}, reduction="none")
+
+
 def test_costs_are_one_read_and_one_write():
     logits, target, ones = torch.zeros(8, 100, dtype=torch.bfloat16), torch.zeros(8).long(), torch.ones(8)
     arguments = (logits, target, ones, ones, 90, -100, 0.1, 0.0)
