@@ -10,13 +10,13 @@ activation that is ready. Specs (shapes and dtypes) are sent once, ahead of the 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastmp.pipeline.stage_specs import HEADER, Spec, decode, encode, in_words
 from fastmp.schedule.program import Instruction
 from fastmp.schedule.steps import BACKWARD, FORWARD
 from fastmp.status import process_status
@@ -25,6 +25,19 @@ __all__ = ["Mail", "Transfer", "same_ranks"]
 
 Tensors = tuple[Tensor, ...]
 _MAX_SENDING = 2  # pending sends; with more this rank waits for the oldest
+_HEADER = 64  # integers in a header
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+
+
+class Spec(NamedTuple):
+    """Shape and dtype of a tensor, and True if its gradient is sent back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
 
 
 class Transfer(NamedTuple):
@@ -111,7 +124,7 @@ class Mail:
             (self._known if here else self._new)[stage] = specs
         elif known != specs:
             raise ValueError(
-                f"stage {stage} outputs {in_words(specs)}, but {in_words(known)} before; "
+                f"stage {stage} outputs {_in_words(specs)}, but {_in_words(known)} before; "
                 "forget_shapes() on all ranks lets shapes change between steps"
             )
 
@@ -119,7 +132,7 @@ class Mail:
         """Start to send what `stage` has made."""
         if now.kind == FORWARD and stage not in self._known:
             self._known[stage] = specs = self._new.pop(stage)
-            header = torch.tensor(encode(specs), dtype=torch.int64, device=self.device)
+            header = torch.tensor(_encode(specs), dtype=torch.int64, device=self.device)
             self._start(now, "send", (header,), 1)
         tensors = tuple(t.contiguous() for t in self._out.pop((now.kind, stage, now.microbatch)))
         self._start(now, "send", tensors)
@@ -128,9 +141,9 @@ class Mail:
     def receive(self, now: Instruction, stage: int) -> None:
         """Start to receive what `stage` makes."""
         if now.kind == FORWARD and stage not in self._known:
-            header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
+            header = torch.empty(_HEADER, dtype=torch.int64, device=self.device)
             self._start(now, "recv", (header,), 1).wait()
-            self._known[stage] = decode(header.tolist())
+            self._known[stage] = _decode(header.tolist())
         # A gradient is one of the inputs of the stage that makes it.
         of = self._known[stage if now.kind == FORWARD else stage - 1]
         specs = [spec for spec in of if now.kind == FORWARD or spec.requires_grad]
@@ -171,3 +184,34 @@ def same_ranks(
     if ranks[0] != ranks[1]:
         raise ValueError(f"Pipeline: group has the ranks {ranks[0]}, but backward_group {ranks[1]}")
     return backward_group
+
+
+def _encode(specs: Sequence[Spec]) -> list[int]:
+    """Return `specs` as `_HEADER` integers. Raises ValueError for other dtypes, and for too many tensors."""
+    numbers = [len(specs)]
+    for shape, dtype, requires_grad in specs:
+        if dtype not in _DTYPES:
+            raise ValueError(f"tensors of {dtype} cannot be sent")
+        numbers += [_DTYPES.index(dtype), int(requires_grad), len(shape), *shape]
+    if len(numbers) > _HEADER:
+        raise ValueError(
+            f"{len(specs)} tensors of so many dimensions do not fit a header: {_in_words(specs)}"
+        )
+    return numbers + [0] * (_HEADER - len(numbers))
+
+
+def _decode(numbers: Sequence[int]) -> tuple[Spec, ...]:
+    """Return the specs from the integers of `_encode`."""
+    rest, specs = iter(numbers), []
+    for _ in range(next(rest)):
+        dtype, requires_grad, dims = next(rest), next(rest), next(rest)
+        specs.append(Spec(tuple(next(rest) for _ in range(dims)), _DTYPES[dtype], bool(requires_grad)))
+    return tuple(specs)
+
+
+def _in_words(specs: Sequence[Spec]) -> str:
+    """Format specs for an error message."""
+    return " and ".join(
+        f"{list(shape)} {str(dtype).removeprefix('torch.')}{'' if grad else ' without gradient'}"
+        for shape, dtype, grad in specs
+    ) or "no tensor"  # fmt: skip

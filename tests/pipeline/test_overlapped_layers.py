@@ -18,9 +18,9 @@ from fastmp.distributed.streams import exchange_stream
 from fastmp.nn import overlap
 from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer, StageOutput
 from fastmp.ops.wgrad import linear
-from fastmp.pipeline import cut, streams
+from fastmp.pipeline import cut
+from fastmp.pipeline.cut import Streams
 from fastmp.pipeline.runner import Pipeline
-from fastmp.pipeline.streams import Streams
 from fastmp.schedule.schedule import Schedule, Step
 
 
@@ -284,7 +284,7 @@ def test_a_part_waits_for_the_one_before_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(streams, "exchange_stream", lambda device: exchanges)
+    monkeypatch.setattr(cut, "exchange_stream", lambda device: exchanges)
     own = Streams(torch.empty(1))
     own._device = torch.device("cuda")
     for part, exchange in enumerate((False, True, False, True)):
@@ -321,7 +321,7 @@ class CapturedStreams(TorchDispatchMode):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self.on)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        monkeypatch.setattr(streams, "exchange_stream", lambda device: self.exchanges)
+        monkeypatch.setattr(cut, "exchange_stream", lambda device: self.exchanges)
         make = Streams.__init__
 
         def on_cuda(own, x):
