@@ -22,6 +22,7 @@ from fastmp.pipeline.executor import Executor, Outputs, PipelineError, PipelineR
 from fastmp.pipeline.transfers import Mail, same_ranks
 from fastmp.schedule.messages import RankProgram, forward_orders, rank_programs
 from fastmp.schedule.planner import program_of
+from fastmp.schedule.program import Program
 from fastmp.schedule.stage_map import StageMap
 from fastmp.schedule.steps import Step
 
@@ -166,6 +167,11 @@ class Pipeline:
             self._evaluates[number] = self._executor(given[self.rank], training=False)
         with torch.no_grad():
             return self._evaluates[number].run(batches.__getitem__)
+
+    @property
+    def program(self) -> Program:
+        """The instructions of this rank in a training step, without the work of the whole step."""
+        return self._trains.program
 
     def forget_shapes(self) -> None:
         """Allow batches of another size from the next step or evaluation on. Every rank calls it."""

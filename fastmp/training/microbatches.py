@@ -10,11 +10,12 @@ one autograd graph, and under scope "full" one captured region.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -27,6 +28,7 @@ from fastmp.nn.segment import LayerChain
 from fastmp.optim.named_params import named_parameters
 from fastmp.pipeline.runner import Pipeline, PipelineResult
 from fastmp.profiling import phase
+from fastmp.schedule.program import Program, in_words
 from fastmp.schedule.schedule import Schedule, Step, together, with_loss
 from fastmp.training.function_chain import FunctionChain
 
@@ -159,7 +161,8 @@ class MicrobatchRunner:
         evaluated: returns the sums of the batches that are evaluated together, as many as a step has at most.
 
     Raises:
-        ValueError: on all ranks of the pipeline, for an order that cannot run, or a rank without parameters.
+        ValueError: on all ranks of the pipeline, for an order that cannot run, or a rank without parameters;
+            on all ranks of a stage, if they would run different steps.
     """
 
     def __init__(
@@ -193,6 +196,7 @@ class MicrobatchRunner:
             overlap=overlap,
             placement=schedule.placement,
         )
+        _check_programs(self.pipeline.program, groups.tp_cp_dp)
         self.evaluated: Evaluated = self._evaluated
         self.placement = schedule.placement
         self._rows: list[range] | None = None  # of every stage in the counts of the whole model
@@ -359,6 +363,22 @@ def _check_parameters(chunks: Sequence[nn.Module], group: dist.ProcessGroup | No
     idle = [rank for rank, has in enumerate(gather_objects(own, group)) if not has]
     if idle:
         raise ValueError(f"Trainer: the stages of pipeline rank {idle[0]} have no parameters")
+
+
+def _check_programs(program: Program, group: dist.ProcessGroup | None) -> None:
+    """Raise ValueError on all ranks of a pipeline stage if they would run different steps."""
+    own = [in_words(program, now) for now in program.instructions]
+    digests = gather_objects(hashlib.sha256(repr(own).encode()).digest(), group)
+    other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
+    if other is None:
+        return
+    everyones = gather_objects(own, group)
+    pairs = enumerate(zip_longest(everyones[0], everyones[other], fillvalue="nothing"))
+    at, (here, there) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+    raise ValueError(
+        f"Trainer: ranks 0 and {other} of a pipeline stage have different steps: instruction {at} is "
+        f"{here!r} and {there!r}; give all ranks one recipe and one model"
+    )
 
 
 def _loads(counts: dict[tuple[int, int], Tensor]) -> Tensor | None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+from fastmp.distributed.grid import RankGrid
+from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.segment import StageOutput
+from fastmp.testing.ranks import run_ranks
 from fastmp.training.microbatches import ExpertStats, MicrobatchLosses, MicrobatchRunner, PipelineLoss
 
 
@@ -46,3 +50,20 @@ def test_a_whole_model_may_have_experts_in_some_steps_only():
     assert runner.train(fetch).counts is None
     layers = 2
     assert runner.train(fetch).counts.tolist() == [[10] * 3] * 2
+
+
+def different_case(rank, world):
+    groups = ParallelGroups.create(RankGrid(world_size=world))
+    with pytest.raises(ValueError) as error:
+        MicrobatchRunner([nn.Linear(4, 4)], loss_of, groups=groups, num_microbatches=2 + rank)
+    return str(error.value)
+
+
+def test_ranks_with_different_steps_are_told_before_one_hangs():
+    message = (
+        "Trainer: ranks 0 and 1 of a pipeline stage have different steps: instruction 6 is 'nothing' and "
+    )
+    assert (
+        run_ranks(different_case, 2)
+        == [message + "'fetch m2 batch'; give all ranks one recipe and one model"] * 2
+    )
