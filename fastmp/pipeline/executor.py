@@ -70,8 +70,24 @@ class _Live(NamedTuple):
     loss: Tensor | None
 
 
+class _Cursor:
+    """The position of a rank in its program: the number of the next instruction.
+
+    str() is the instruction that runs. `process_status` keeps a cursor, not an executor with its model.
+    """
+
+    __slots__ = ("at", "program")
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.at = program, 0
+
+    def __str__(self) -> str:
+        at, every = max(0, self.at - 1), self.program.instructions
+        return f"instruction {at} of {len(every)}, {in_words(self.program, every[at])}"
+
+
 class Executor:
-    """Runs a program of this rank, for training or for evaluation. str() is the instruction that it is at.
+    """Runs a program of this rank, for training or for evaluation.
 
     Args:
         chunks, inputs, loss, shared: as in `fastmp.pipeline.Pipeline`.
@@ -114,6 +130,7 @@ class Executor:
             **{"fetch": self._fetch, "forward": self._forward, "backward": self._backward},
             **{"dgrad": self._backward, "wgrad": self._wgrad, "send": self._send, "recv": self._receive},
         }
+        self._cursor = _Cursor(program)
         self._reset(None, None)
 
     def run(self, fetch: Callable[[int], Any], loss_grad: Tensor | None = None) -> PipelineResult:
@@ -123,7 +140,7 @@ class Executor:
             self._overlap.check_hooks()
             self._overlap.through = self._through
         try:
-            while self._at < len(self.program.instructions):
+            while self._cursor.at < len(self.program.instructions):
                 self._advance()
             self._mail.finish()
         finally:
@@ -142,7 +159,7 @@ class Executor:
 
     def _reset(self, fetch: Callable[[int], Any] | None, loss_grad: Tensor | None) -> None:
         """Begin at the first instruction, without what a failed step has left."""
-        self._at, self._source, self._loss_grad = 0, fetch, loss_grad
+        self._cursor.at, self._source, self._loss_grad = 0, fetch, loss_grad
         self._batches: dict[int, Any] = {}
         self._mail.drop()
         self._queue = WgradQueue()
@@ -155,23 +172,16 @@ class Executor:
         self._calling: tuple[Key, Tensors] | None = None  # microbatch and chunk that is called, its leaves
 
     def _advance(self) -> None:
-        at = self._at
-        self._at += 1
-        now = self.program.instructions[at]
+        """Run the next instruction. PipelineError names the one that failed."""
+        now = self.program.instructions[self._cursor.at]
+        self._cursor.at += 1
         try:
             self._do[now.op](now)
         except Exception as error:
             if self._whole or isinstance(error, PipelineError):
                 raise
-            where, what = self._in_words(at), f"{type(error).__name__}: {error}"
-            raise PipelineError(f"pipeline rank {self.program.rank}, {where}: {what}") from error
-
-    def __str__(self) -> str:
-        return self._in_words(max(0, self._at - 1))
-
-    def _in_words(self, at: int) -> str:
-        every = self.program.instructions
-        return f"instruction {at} of {len(every)}, {in_words(self.program, every[at])}"
+            what = f"{type(error).__name__}: {error}"
+            raise PipelineError(f"pipeline rank {self.program.rank}, {self._cursor}: {what}") from error
 
     def _entered(self, now: Instruction, span: Span) -> AbstractContextManager[None]:
         """Return the profiler range of a span, which is noted in `process_status` and in the trace."""
@@ -179,7 +189,7 @@ class Executor:
             self._trace.append(Step(KINDS[now.op], now.microbatch, span.chunk))
         if self._whole and span.segments is None:  # a phase of training, or part of an evaluation
             return phase(now.op) if self.trains else nullcontext()
-        process_status.phase = self
+        process_status.phase = self._cursor
         return region(f"fastmp.pipeline.{now.op}[microbatch {now.microbatch}, {span.name}]")
 
     def _deferring(self, now: Instruction) -> AbstractContextManager[None]:
@@ -193,11 +203,11 @@ class Executor:
         self._batches[now.microbatch] = self._source(now.microbatch)
 
     def _send(self, now: Instruction) -> None:
-        process_status.phase = self
+        process_status.phase = self._cursor
         self._mail.send(now, self._stages[now.span])
 
     def _receive(self, now: Instruction) -> None:
-        process_status.phase = self
+        process_status.phase = self._cursor
         self._mail.receive(now, self._stages[now.span] + (-1 if now.kind == FORWARD else 1))
 
     def _forward(self, now: Instruction) -> None:
@@ -214,7 +224,7 @@ class Executor:
     def _call(self, now: Instruction, span: Span) -> None:
         """Call a chunk or the loss, and keep what its backward needs."""
         microbatch, chunk, number, stage = now.microbatch, span.chunk, now.span, self._stages[now.span]
-        last_read = self._at - 1 in self._last_reads
+        last_read = self._cursor.at - 1 in self._last_reads
         batch = self._batches.pop(microbatch) if last_read else self._batches[microbatch]
         final = self._whole or span.name == LOSS
         # 1. Take the inputs. Those of the first stage are no leaves.
@@ -279,9 +289,9 @@ class Executor:
                 )
         layers = self.layers[key] = CutLayers(first, tensors, shared)
         self.live[key[0], first] = _Live(leaves, (), None)
-        while self.program.instructions[self._at][:3] != ("forward", key[0], last):
+        while self.program.instructions[self._cursor.at][:3] != ("forward", key[0], last):
             self._advance()
-        self._at += 1
+        self._cursor.at += 1
         return layers.outputs()
 
     def _backward(self, now: Instruction) -> None:

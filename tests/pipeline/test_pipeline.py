@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import Counter
 from functools import partial
@@ -32,6 +33,7 @@ from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.pipeline.runner import Pipeline, StageOutput
 from fastmp.schedule.schedule import Schedule, Step
+from fastmp.status import process_status
 from fastmp.tensor_parallel.layers import ColumnParallelLinear
 from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
@@ -367,6 +369,17 @@ def test_ranks_that_disagree(what, message):
     assert errors[0] == errors[1]
     with pytest.raises(ValueError, match=message):
         raise ValueError(errors[0])
+
+
+def test_a_pipeline_goes_when_nobody_holds_it():
+    """What a hang report reads of the last step holds no model."""
+    pipeline = make(ParallelGroups.alone(), 1, 2)
+    pipeline.train(batches(2))
+    assert str(process_status.phase) == "instruction 9 of 10, backward m1 chunk 0"
+    chunk = weakref.ref(pipeline.chunks[0])
+    del pipeline
+    gc.collect()
+    assert chunk() is None
 
 
 def inputs_case(rank, world):
