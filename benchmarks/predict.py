@@ -3,10 +3,10 @@
 For every row but whole training steps: the bytes that must move, the FLOPs, the floor they set, how many
 kernels are launched, and the time that is expected. Bytes, FLOPs and launches are counted: the ops run on
 tensors without data, and kernels are not started. Two things are estimates: the rates in `MACHINES`, and the
-shares of its floor that each kernel is expected to reach (`EXPECTED`). Shares come from what the compiled
-kernels show (tiles, registers, programs on a multiprocessor, bytes under way) and from published times of
-similar ones. Those of norms and of the router, whose launches were changed after the first measurement, come
-from that measurement, on an H200.
+shares of its floor that each kernel is expected to reach (`SHARE`, `SHARES`). Shares come from what the
+compiled kernels show (tiles, registers, programs on a multiprocessor, bytes under way) and from published
+times of similar ones. Those of norms and of the router, whose launches were changed after the first
+measurement, come from that measurement, on an H200.
 
 The committed files benchmarks/results/predicted_<device>.json are what the command writes with --out.
 `benchmarks.report` shows them beside a measured file.
@@ -74,15 +74,7 @@ FLOAT32_TFLOPS = 51.3  # outside of tensor cores, as an H200 measured
 MACHINES = {"h100": Machine("NVIDIA H100", 3000.0, 788.0), "h200": Machine("NVIDIA H200", 4300.0, 788.0)}
 
 
-@dataclass(frozen=True)
-class Expected:
-    """Fraction of the roofline that a kernel reaches, from its arguments, and its minimum time.
-
-    A pair is the fractions of products and of bytes, of which the longer takes the time.
-    """
-
-    share: float | Callable[..., float | tuple[float, float]]
-    least_us: float = 0.0
+Share = float | tuple[float, float]  # of the roofline; a pair is that of products and that of bytes
 
 
 def _gemm(x: Tensor, w: Tensor, *rest: Any, gated: bool = False) -> float:
@@ -117,7 +109,7 @@ def _mlp_in(x: Tensor, w: Tensor, bias: Any, offsets: Tensor, form: str, gated: 
     return _gemm(x, w, gated=gated)
 
 
-def _weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor, added: bool = False) -> tuple[float, float]:
+def _weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor, added: bool = False) -> Share:
     """Return the shares of weight gradients: of products, by the rows of an expert; and of bytes.
 
     A persistent program copies a tile to shared memory between two tiles' products; the TMA unit then adds or
@@ -162,86 +154,52 @@ def _distillation(*arguments: Any) -> float:
     return 0.9 if beta in (0, 1) else 0.7
 
 
-EXPECTED = {
-    "accumulate_weight_grad_": Expected(0.9),
-    "adamw_": Expected(_adamw),
-    "bias_dropout_add": Expected(0.92),
-    "bias_dropout_add_backward": Expected(0.93),
-    "bias_dropout_add_into": Expected(0.92),
-    "bias_gelu": Expected(0.93),
-    "bias_gelu_backward": Expected(0.91),
-    "block_rows": Expected(0.5, least_us=4.0),
-    "clamped_swiglu": Expected(0.93),
-    "clamped_swiglu_backward": Expected(0.91),
-    "cross_entropy_grad": Expected(0.9),
-    "cross_entropy_grad_": Expected(0.9),
-    "cross_entropy_loss_grad_": Expected(_loss_grad),
-    "cross_entropy_promise_": Expected(0.9, least_us=8 * NODE_US),  # by eight kernels of torch
-    "cross_entropy_merge": Expected(0.9, least_us=3.0),
-    "cross_entropy": Expected(0.92),
-    "cross_entropy_stats": Expected(0.92),
-    "dequantize_rows": Expected(0.88),
-    "distillation_grad_": Expected(_distillation),
-    "distillation_sums": Expected(_distillation),
-    "exchange_barrier": Expected(0.5, least_us=3.0),
-    "exchange_counts": Expected(0.5, least_us=4.0),
-    "exchange_give": Expected(0.9),
-    "exchange_places": Expected(0.5, least_us=4.0),
-    "exchange_pull": Expected(0.84),
-    "exchange_push": Expected(0.84),
-    "exchange_take": Expected(0.9),
-    "few_rows_linear": Expected(0.85),
-    "first_not_finite": Expected(0.9),
-    "gated_activation": Expected(0.93),
-    "gated_activation_backward": Expected(0.91),
-    "gated_activation_quantized": Expected(0.85),
-    "grouped_mlp_in": Expected(_mlp_in),
-    "grouped_mlp_in_fp8": Expected(_fp8),
-    "grouped_mm": Expected(_gemm),
-    "grouped_mm_bias": Expected(_gemm),
-    "grouped_mm_fp8": Expected(_fp8),
-    "grouped_mm_lora": Expected(_gemm),
-    "grouped_mm_wgrad": Expected(_weight_gradient),
-    "grouped_mm_wgrad_": Expected(lambda total, *rest: _weight_gradient(*rest[:3], added=True)),
-    "latent_norm_rope": Expected(0.9),  # the parts of rms_norm and rope, in one launch
-    "latent_norm_rope_backward": Expected(0.84),
-    "layer_norm": Expected(_layer_norm),
-    "layer_norm_backward": Expected(_norm_backward(0.38)),
-    "linear_fp8": Expected(_fp8),
-    "log_probs_grad_": Expected(0.9),
-    "log_probs_stats": Expected(0.92),
-    "permutation": Expected(0.5, least_us=12.0),
-    "permute": Expected(0.84),
-    "permute_quantized": Expected(0.8),
-    "quantize_rows": Expected(0.85),
-    "quantize_weight": Expected(0.75),  # half of what is written is transposed in shared memory
-    "rms_norm": Expected(0.9),
-    "rms_norm_backward": Expected(_norm_backward(0.48)),
-    "rms_norm_quantized": Expected(0.85),
-    "rope": Expected(0.92),
-    "rope_": Expected(0.92),
-    "scaled_masked_softmax": Expected(0.92),
-    "scaled_masked_softmax_backward": Expected(0.92),
-    "stash_gate_backward_": Expected(0.91),
-    "stash_mlp_in": Expected(lambda x, w, *rest: _gemm(x, w, gated=True)),
-    "stash_mm": Expected(lambda x, w, *rest: _gemm(x[: rest[-1]], w)),
-    "stash_pull": Expected(0.9),
-    "stash_push": Expected(0.9),
-    "stash_release": Expected(0.5, least_us=3.0),
-    "stash_reserve": Expected(0.5, least_us=3.0),
-    "stash_wgrad": Expected(lambda grad, x, offsets, *rest: _weight_gradient(x[: rest[-1]], x, offsets)),
-    "stash_wgrad_": Expected(
-        lambda total, grad, x, offsets, *rest: _weight_gradient(x[: rest[-1]], x, offsets, added=True)
-    ),
-    # 33 and 21 us for 256 and 128 experts were measured while one program added all strips: less its part
-    "topk_router": Expected(0.075, least_us=5.0),
-    "topk_router_backward": Expected(0.145, least_us=3.0),  # 14.3 and 7.8 us, as measured
-    "unpermute": Expected(0.84),
-    "unpermute_add": Expected(0.84),
-    "unpermute_add_into": Expected(0.84),
-    "unpermute_backward": Expected(0.84),
-    "unpermute_backward_into": Expected(0.84),
-    "unpermute_into": Expected(0.84),
+SHARE = 0.9  # of the roofline, of an op that is not in SHARES
+SHARES: dict[str, float | Callable[..., Share]] = {
+    name: share
+    for share, names in {
+        0.93: "bias_dropout_add_backward bias_gelu clamped_swiglu gated_activation",
+        0.92: "bias_dropout_add bias_dropout_add_into cross_entropy cross_entropy_stats log_probs_stats rope"
+        " rope_ scaled_masked_softmax scaled_masked_softmax_backward",
+        0.91: "bias_gelu_backward clamped_swiglu_backward gated_activation_backward stash_gate_backward_",
+        0.88: "dequantize_rows",
+        0.85: "few_rows_linear gated_activation_quantized quantize_rows rms_norm_quantized",
+        0.84: "exchange_pull exchange_push latent_norm_rope_backward permute unpermute unpermute_add"
+        " unpermute_add_into unpermute_backward unpermute_backward_into unpermute_into",
+        0.8: "permute_quantized",
+        0.75: "quantize_weight",  # half of what is written is transposed in shared memory
+        0.5: "block_rows exchange_barrier exchange_counts exchange_places permutation stash_release"
+        " stash_reserve",
+        0.145: "topk_router_backward",  # 14.3 and 7.8 us, as measured
+        # 33 and 21 us for 256 and 128 experts were measured while one program added all strips: less its part
+        0.075: "topk_router",
+        _adamw: "adamw_",
+        _distillation: "distillation_grad_ distillation_sums",
+        _fp8: "grouped_mlp_in_fp8 grouped_mm_fp8 linear_fp8",
+        _gemm: "grouped_mm grouped_mm_bias grouped_mm_lora",
+        _layer_norm: "layer_norm",
+        _loss_grad: "cross_entropy_loss_grad_",
+        _mlp_in: "grouped_mlp_in",
+        _norm_backward(0.38): "layer_norm_backward",
+        _norm_backward(0.48): "rms_norm_backward",
+        _weight_gradient: "grouped_mm_wgrad",
+        lambda total, *rest: _weight_gradient(*rest[:3], added=True): "grouped_mm_wgrad_",
+        lambda x, w, *rest: _gemm(x, w, gated=True): "stash_mlp_in",
+        lambda x, w, *rest: _gemm(x[: rest[-1]], w): "stash_mm",
+        lambda grad, x, offsets, *rest: _weight_gradient(x[: rest[-1]], x, offsets): "stash_wgrad",
+        lambda total, grad, x, offsets, *rest: _weight_gradient(
+            x[: rest[-1]], x, offsets, added=True
+        ): "stash_wgrad_",
+    }.items()
+    for name in names.split()
+}
+LEAST_US = {
+    **dict.fromkeys(("cross_entropy_merge", "exchange_barrier", "stash_release", "stash_reserve"), 3.0),
+    **dict.fromkeys(("block_rows", "exchange_counts", "exchange_places"), 4.0),
+    "cross_entropy_promise_": 8 * NODE_US,  # by eight kernels of torch
+    "permutation": 12.0,
+    "topk_router": 5.0,
+    "topk_router_backward": 3.0,
 }
 _NO_KERNEL = (
     "aten::empty", "aten::new_empty", "aten::detach", "aten::_reshape_alias", "aten::_unsafe_view",
@@ -260,7 +218,7 @@ class Step:
     bytes: int
     flops: int
     launches: int
-    share: float | tuple[float, float]
+    share: Share
     least_us: float
     multiplied: torch.dtype = DTYPE
 
@@ -317,11 +275,11 @@ def _attention_flops(name: str, args: tuple) -> int:
 
 def op_step(op: str, arguments: tuple) -> Step:
     """Return the step of one of our ops, which has the launches of its Triton kernels and of torch's."""
-    entry, expected = OPS[op], EXPECTED[op]
-    share = expected.share(*arguments) if callable(expected.share) else expected.share
+    entry, share = OPS[op], SHARES.get(op, SHARE)
+    share = share(*arguments) if callable(share) else share
     flops = entry.flops(*arguments) if entry.flops else 0
     num_bytes, num_launches = entry.traffic(*arguments), launches(op, arguments)
-    return Step(op, num_bytes, flops, num_launches, share, expected.least_us, multiplied_in(op, DTYPE))
+    return Step(op, num_bytes, flops, num_launches, share, LEAST_US.get(op, 0.0), multiplied_in(op, DTYPE))
 
 
 def launches(op: str, arguments: tuple) -> int:

@@ -199,9 +199,8 @@ WORKLOADS = [Workload(name, make, SHAPES, (), (OURS, EAGER, LIGER)) for name in 
 """
 FORMS = """
 from benchmarks.bench_checkpoint import test_save  # pedantic rounds of a function
-from benchmarks.bench_context import test_rank  # rounds that pytest-benchmark calibrates
 from benchmarks.bench_pipeline import test_runner
-from benchmarks.bench_schedule import test_order
+from benchmarks.bench_schedule import test_order  # rounds that pytest-benchmark calibrates
 """
 KILLED = """
 def test_outlives_the_time_limit():
@@ -240,7 +239,7 @@ def test_benchmarks_of_each_form_run_and_a_table_is_printed_and_written_as_json(
     short = ("--benchmark-only", "--benchmark-max-time=0.01", "--benchmark-min-rounds=2")
     done = pytest_of(tmp_path, *short, "--benchmark-json", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "6 passed, 1 skipped, 45 deselected" in done.stdout
+    assert "5 passed, 1 skipped, 45 deselected" in done.stdout
     assert "SKIPPED" in done.stdout and "Liger is timed on a GPU only" in done.stdout
     assert "measured first: copy" in done.stdout
     printed = [line.split() for line in done.stdout.splitlines() if line.startswith("  fastmp ")]
@@ -254,7 +253,7 @@ def test_benchmarks_of_each_form_run_and_a_table_is_printed_and_written_as_json(
     assert {(row["rival"], row["direction"]) for row in rows} == {
         (rival, "both") for rival in ("fastmp", "torch eager")
     }
-    assert len(entries) == 6 and len(report.read(tmp_path / "out.json").timings) == 2
+    assert len(entries) == 5 and len(report.read(tmp_path / "out.json").timings) == 2
     for info in rows:
         assert info["of_floor"] > 0 and math.isfinite(info["over_peer"]) and info["extra_bytes"] >= 0
 
