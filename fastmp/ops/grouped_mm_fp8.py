@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastmp.ops import gated, grouped_mm_fp8_launch
+from fastmp.ops import gated, grouped_mm_fp8_triton
 from fastmp.ops.core import checks, fp8
 from fastmp.ops.core._triton import INTERPRETED
 from fastmp.ops.core.registry import compute_dtype, register, without_autocast
@@ -46,7 +46,7 @@ def launch(
 ) -> Tensor:
     if out_dtype == torch.float64:  # tensor cores accumulate FP8 in float32
         return (_fake if q.is_meta else reference)(q, s, w, w_scale, offsets, out_dtype)
-    return grouped_mm_fp8_launch.launch("grouped_mm_fp8", q, s, w, w_scale, offsets, out_dtype)
+    return grouped_mm_fp8_triton.launch("grouped_mm_fp8", q, s, w, w_scale, offsets, out_dtype)
 
 
 _grouped_mm_fp8 = register(
@@ -90,7 +90,7 @@ def launch_mlp_in(
         h = launch(q, s, w, w_scale, offsets, out_dtype)
         op = torch.ops.fastmp.gated_activation_quantized
         return *op(h, None, form, None, fp8.BLOCKS[s.dtype], fp8.E4M3), h
-    return grouped_mm_fp8_launch.launch_mlp_in(q, s, w, w_scale, offsets, form, out_dtype)
+    return grouped_mm_fp8_triton.launch_mlp_in(q, s, w, w_scale, offsets, form, out_dtype)
 
 
 _grouped_mlp_in_fp8 = register(

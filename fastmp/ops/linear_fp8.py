@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastmp.ops import grouped_mm_fp8_launch
+from fastmp.ops import grouped_mm_fp8_triton
 from fastmp.ops.core import checks, fp8
 from fastmp.ops.core.registry import compute_dtype, register, without_autocast
 from fastmp.ops.quantize import reference_dequantize
@@ -49,7 +49,7 @@ def _fake(q: Tensor, s: Tensor, w: Tensor, w_scale: Tensor, out_dtype: torch.dty
 def launch(q: Tensor, s: Tensor, w: Tensor, w_scale: Tensor, out_dtype: torch.dtype) -> Tensor:
     if out_dtype == torch.float64:  # tensor cores accumulate FP8 in float32
         return reference(q, s, w, w_scale, out_dtype)
-    return grouped_mm_fp8_launch.launch("linear_fp8", q, s, w[None], w_scale[None], None, out_dtype)
+    return grouped_mm_fp8_triton.launch("linear_fp8", q, s, w[None], w_scale[None], None, out_dtype)
 
 
 _linear_fp8 = register(

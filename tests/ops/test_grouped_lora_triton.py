@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from kernel_tools import set_programs
 from marks import full
 
-from fastmp.ops import grouped_lora_triton as kernels
 from fastmp.ops.core import launcher
 from fastmp.ops.core.registry import OPS
 from fastmp.testing.ops import poisoned_memory
@@ -81,14 +82,15 @@ def test_by_descriptors(r, monkeypatch):
 
     Three programs walk over all tiles, in one loop for a rank of at most 32.
     """
-    seen, describe = [], kernels.descriptor
+    module = sys.modules["fastmp.ops.grouped_lora"]  # the package's name is the function's
+    seen, describe = [], module.descriptor
 
     def described(tensor, *arguments):
         seen.append(tuple(tensor.shape))
         return describe(tensor, *arguments)
 
     monkeypatch.setattr(launcher, "architecture_elsewhere", 90)
-    monkeypatch.setattr(kernels, "descriptor", described)
+    monkeypatch.setattr(module, "descriptor", described)
     set_programs(monkeypatch, 3)
     for arguments in calls([3, 0, 40, 21, 33], 5, 48, 32, r, torch.float16):
         check(arguments)

@@ -20,7 +20,7 @@ from fastmp.ops import (
     quantize_rows,
     quantize_weight,
 )
-from fastmp.ops import grouped_mm_fp8_launch as kernels
+from fastmp.ops import grouped_mm_fp8_triton as kernels
 from fastmp.ops.core import launcher
 from fastmp.ops.core.fp8 import E4M3, E5M2
 from fastmp.ops.linear_fp8 import dequantized_weight

@@ -16,7 +16,7 @@ import torch
 from fastmp.ops import grouped_mm_tiles
 from fastmp.ops.core import _triton, launcher
 from fastmp.ops.core.registry import compute_dtype
-from fastmp.ops.grouped_lora_triton import overlaps_lora
+from fastmp.ops.grouped_lora import overlaps_lora
 from fastmp.ops.grouped_mm_tiles import overlaps_tiles
 from tools.cubins.accesses import accesses, unordered
 from tools.cubins.cases import CASES, WIDE
