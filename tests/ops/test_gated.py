@@ -6,14 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from every_op_tools import implementation
+from kernel_tools import DTYPES, KERNELS, ON_CPU, TOLERANCE, TRITON, check_kernel, random, threads_agree
 
-from fastmp.ops import OPS, bias_gelu, geglu, quantize_rows, swiglu
+from fastmp.ops import bias_gelu, geglu, quantize_rows, swiglu
 from fastmp.ops import gated as module
 from fastmp.ops.core import rowwise as rows
 from fastmp.ops.core.fp8 import E4M3
 
-FORMS = ("silu", "gelu_tanh", "gelu")
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+FORMS = pytest.mark.parametrize("activation", ("silu", "gelu_tanh", "gelu"))
 EAGER = {
     "silu": F.silu,
     "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
@@ -21,62 +22,60 @@ EAGER = {
 }
 
 
-def _inputs(shape, dtype=torch.float64, with_bias=True, seed=0):
-    """x (..., 2F), bias (2F,) or None, and the gradient of y (..., F)."""
-    generator = torch.Generator().manual_seed(seed)
-    x = (torch.randn(shape, generator=generator, dtype=torch.float64) * 2).to(dtype)
-    bias = torch.randn(shape[-1], generator=generator, dtype=torch.float64).to(dtype) if with_bias else None
-    half = (*shape[:-1], shape[-1] // 2)
-    return x, bias, torch.randn(half, generator=generator, dtype=torch.float64).to(dtype)
+def _inputs(*shape, dtype=torch.float32):
+    """x (..., 2F), bias (2F,), and the gradient of y (..., F)."""
+    x, bias = random(*shape, dtype=dtype, scale=2.0), random(shape[-1], dtype=dtype, seed=1)
+    return x, bias, random(*shape[:-1], shape[-1] // 2, dtype=dtype, seed=2)
 
 
 def _implementations(backend):
-    return tuple(
-        OPS[name].implementations[backend] if backend else OPS[name].overload
-        for name in ("gated_activation", "gated_activation_backward")
-    )
+    return [implementation(f"gated_activation{way}", backend) for way in ("", "_backward")]
 
 
-@pytest.mark.parametrize("activation", FORMS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_compiled_kernel_equals_reference(dtype, activation):
-    if OPS["gated_activation"].serving["cpu"] != "c++":
-        pytest.skip(f"no compiled kernel: {OPS['gated_activation'].reasons['cpu']}")
-    tolerance = {
-        torch.float64: {"rtol": 1e-12, "atol": 1e-12},
-        torch.float32: {"rtol": 1e-5, "atol": 3e-5},
-    }.get(dtype, {"rtol": torch.finfo(dtype).eps, "atol": 1e-5})
-    forward, backward = _implementations(None)
-    for shape in ((70, 1000), (3, 2 * 8195), (1, 62), (5, 2)):
-        x, bias, grad = _inputs(shape, dtype)
-        for shift in (bias, None):
-            torch.testing.assert_close(
-                forward(x, shift, activation), module.reference(x, shift, activation), **tolerance
-            )
-            expected = module.reference_backward(grad, x, shift, activation)
-            for value, want in zip(backward(grad, x, shift, activation), expected, strict=True):
-                torch.testing.assert_close(value, want, **tolerance)
+def check(backend, x, bias, grad, activation):
+    for shift in (bias, None):
+        check_kernel(backend, "gated_activation", x, shift, activation)
+        check_kernel(backend, "gated_activation_backward", grad, x, shift, activation)
 
 
-@pytest.mark.parametrize("backend", (None, "reference"))
-@pytest.mark.parametrize("activation", FORMS)
+@FORMS
+@KERNELS
+def test_equals_reference(backend, dtype, activation):
+    rows = 37 if backend == "triton" else 70  # of which the interpreter has several tiles
+    for shape in ((2,), (rows, 1000), (3, 2, 24), (130, 34), (3, 2060), (1, 62), (5, 2), (0, 8), (3, 0)):
+        check(backend, *_inputs(*shape, dtype=dtype), activation)
+    if backend == "c++":
+        check(backend, *_inputs(3, 2 * 8195, dtype=dtype), activation)
+
+
+@pytest.mark.parametrize("backend", ["c++", TRITON])
+def test_layouts(backend):
+    x, bias, grad = _inputs(20, 40)
+    check(backend, x[:, :34], bias[:34], grad[:, 3:], "silu")
+    check(backend, x.t(), bias[:20], grad[:10].reshape(10, 20)[:, :10].repeat(4, 1), "silu")
+    check(backend, x, bias, torch.ones(()).expand(20, 20), "silu")
+    check(backend, x, random(80, dtype=torch.float32, seed=4)[::2], grad, "silu")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", [TRITON])
+def test_many_strips(backend, monkeypatch):
+    """More strips than one step of the second kernel takes, and a last strip cut short."""
+    monkeypatch.setattr(rows, "block_shape", lambda num_cols, itemsize: (4, 16))
+    check(backend, *_inputs(289, 38), "gelu_tanh")
+
+
+@ON_CPU
+@FORMS
 @pytest.mark.parametrize("columns", (2, 300))
 def test_results_do_not_depend_on_the_number_of_threads(backend, activation, columns):
-    x, bias, grad = _inputs((300_301 // columns, columns), torch.float32)
+    x, bias, grad = _inputs(300_301 // columns, columns)
     forward, backward = _implementations(backend)
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            results.append((forward(x, bias, activation), *backward(grad, x, bias, activation)))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert threads_agree(lambda: (forward(x, bias, activation), *backward(grad, x, bias, activation)))
 
 
-@pytest.mark.parametrize("backend", (None, "reference"))
-@pytest.mark.parametrize("activation", FORMS)
+@pytest.mark.parametrize("backend", ["c++", "reference", TRITON])
+@FORMS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_special_gates_are_those_of_torch(dtype, activation, backend):
     gate = torch.tensor(
@@ -89,11 +88,11 @@ def test_special_gates_are_those_of_torch(dtype, activation, backend):
     (slope,) = torch.autograd.grad(truth.sum(), leaf)
     results = forward(x, None, activation), backward(torch.ones_like(gate), x, None, activation)[0]
     for value, want in zip(results, (truth.detach(), torch.cat([slope, truth.detach()])), strict=True):
-        torch.testing.assert_close(value.double(), want, rtol=1e-2, atol=1e-6, equal_nan=True)
+        torch.testing.assert_close(value.double(), want, rtol=TOLERANCE[dtype], atol=1e-6, equal_nan=True)
 
 
 def test_geglu_agrees_with_bias_gelu():
-    x, bias, _ = _inputs((5, 24))
+    x, bias, _ = _inputs(5, 24, dtype=torch.float64)
     for approximate in ("tanh", "none"):
         gate = bias_gelu(x[:, :12], bias[:12], approximate=approximate)
         ours = geglu(x, bias=bias, approximate=approximate)
@@ -118,12 +117,13 @@ def test_wrong_arguments(function, x, bias, message):
         function(x, bias=bias)
 
 
-@pytest.mark.parametrize("backend", (None, "reference"))
-@pytest.mark.parametrize("activation", FORMS)
+@ON_CPU
+@FORMS
 @pytest.mark.parametrize("with_bias", (True, False))
 def test_two_tensors_give_the_same_bits_as_one(activation, with_bias, backend):
     """gate and up in tensors of their own, also with rows apart and of different strides."""
-    x, bias, grad = _inputs((37, 130), torch.float32, with_bias)
+    x, bias, grad = _inputs(37, 130)
+    bias = bias if with_bias else None
     gate, up = x.chunk(2, -1)
     forward, backward = _implementations(backend)
     y, (dx, nothing, dbias) = forward(x, bias, activation), backward(grad, x, bias, activation)
@@ -162,11 +162,11 @@ def test_backward_blocks(num_cols, itemsize):
     assert block_m >= 1 and block_m * block_n * itemsize == 2 * 32 * rows.NUM_WARPS * 16
 
 
-@pytest.mark.parametrize("backend", ["c++", pytest.param("triton", marks=pytest.mark.interpret)])
+@pytest.mark.parametrize("backend", ["c++", TRITON])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_quantized_result_is_the_quantised_result(dtype, backend):
     """Byte for byte, of one tensor or two, with a bias or without."""
-    x, bias, grad = _inputs((37, 512), dtype)
+    x, bias, grad = _inputs(37, 512, dtype=dtype)
     plain, quantized = (implementation(f"gated_activation{end}", backend) for end in ("", "_quantized"))
     for gates, shift, up, block in ((x, bias, None, 128), (x[:, :256], None, grad, 32)):
         q, s = quantized(gates, shift, "silu", up, block, E4M3)
