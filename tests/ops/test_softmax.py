@@ -8,16 +8,17 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from every_op_tools import implementation
+from kernel_tools import DTYPES, KERNELS, ON_CPU, TOLERANCE, TRITON, check_kernel, random, threads_agree
 
 from fastmp.ops import OPS, scaled_masked_softmax
 from fastmp.ops import softmax as module
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 
 
 def _random(*shape, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator, dtype=torch.float64) * 3).to(dtype)
+    return random(*shape, dtype=dtype, seed=seed, scale=3.0)
 
 
 def _mask(*shape, seed=1):
@@ -25,10 +26,14 @@ def _mask(*shape, seed=1):
 
 
 def _implementations(backend):
-    return tuple(
-        OPS[name].implementations[backend] if backend else OPS[name].overload
-        for name in ("scaled_masked_softmax", "scaled_masked_softmax_backward")
-    )
+    return [implementation(f"scaled_masked_softmax{way}", backend) for way in ("", "_backward")]
+
+
+def check(backend, x, mask=None, scale=0.3, causal=False, grad=None):
+    grad = _random(*x.shape, dtype=x.dtype, seed=2) if grad is None else grad
+    atol = min(TOLERANCE[x.dtype], 1e-6)  # probabilities are at most one
+    (y,) = check_kernel(backend, "scaled_masked_softmax", x, mask, scale, causal, atol=atol)
+    check_kernel(backend, "scaled_masked_softmax_backward", grad, y, scale, causal, atol=atol)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(4, 4), (3, 7), (7, 3), (1, 5)])
@@ -50,7 +55,7 @@ def test_true_hides_as_in_megatron():
         torch.testing.assert_close(y @ v, want)
 
 
-@pytest.mark.parametrize("backend", (None, "reference"))
+@ON_CPU
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_hidden_cannot_be_seen(dtype, backend):
     """Rows with nothing to see are 0; NaN and infinity behind the mask, or in its gradient, go nowhere."""
@@ -71,53 +76,77 @@ def test_what_is_hidden_cannot_be_seen(dtype, backend):
     assert y[4, :20].isnan().all() and not y[4, 20:].any() and torch.equal(y[:4], clean[:4])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_compiled_kernel_equals_reference(dtype):
-    if OPS["scaled_masked_softmax"].serving["cpu"] != "c++":
-        pytest.skip(f"no compiled kernel: {OPS['scaled_masked_softmax'].reasons['cpu']}")
-    tolerance = {
-        torch.float64: {"rtol": 1e-12, "atol": 1e-14},
-        torch.float32: {"rtol": 1e-5, "atol": 1e-6},
-    }.get(dtype, {"rtol": torch.finfo(dtype).eps, "atol": 1e-5})
-    forward, backward = _implementations(None)
-    for shape, causal in itertools.product(
-        ((2, 3, 17, 64), (40, 1031), (9, 5), (5, 9), (3, 2, 1, 1)), (False, True)
-    ):
-        x, grad = _random(*shape, dtype=dtype), _random(*shape, dtype=dtype, seed=1)
-        strided = torch.cat([x, x], -1)[..., : shape[-1]]
-        for mask in (
-            None,
-            _mask(*shape[-2:]),
-            _mask(shape[-1], shape[-2]).t(),
-            _mask(shape[-2], 1),
-            _mask(*shape),
-        ):
-            y = module.reference(x, mask, 0.3, causal)
-            for scores in (x, strided):
-                torch.testing.assert_close(forward(scores, mask, 0.3, causal), y, **tolerance)
-            want = module.reference_backward(grad, y, 0.3, causal)
-            torch.testing.assert_close(backward(grad, y, 0.3, causal), want, **tolerance)
+@pytest.mark.parametrize("causal", (False, True))
+@KERNELS
+def test_equals_reference(backend, dtype, causal):
+    shapes = [(1, 1), (2, 3, 9, 33), (70, 24), (24, 70), (0, 8), (3, 0)]
+    shapes += [(1, 1030)] if backend == "triton" else [(2, 3, 17, 64), (40, 1031), (9, 5), (3, 2, 1, 1)]
+    for shape in shapes:
+        x = _random(*shape, dtype=dtype)
+        masks = [_mask(shape[-1], shape[-2]).t(), _mask(shape[-2], 1), _mask(*shape)]
+        for mask in (None, _mask(*shape[-2:]), *(masks if backend == "c++" else ())):
+            check(backend, x, mask, causal=causal)
+            if backend == "c++":
+                check(backend, torch.cat([x, x], -1)[..., : shape[-1]], mask, causal=causal)
 
 
-@pytest.mark.parametrize("backend", (None, "reference"))
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+@pytest.mark.parametrize("backend", [TRITON])
+def test_rows_longer_than_registers_hold(backend, dtype, causal):
+    x = _random(3, 16400, dtype=dtype)
+    assert not module.block_shape(*x.shape, x.element_size())[-1]
+    mask = _mask(3, 16400)
+    mask[0, :9000], mask[1] = True, True
+    check(backend, x, mask, causal=causal)
+    x[2, 5], x[2, 16000] = torch.inf, -torch.inf
+    check(backend, x, causal=causal)
+
+
+@pytest.mark.parametrize(
+    "mask_shape", [(), (16,), (8, 1), (3, 1, 16), (2, 1, 1, 8, 16), (2, 1, 3, 1, 16), (3, 8, 16)]
+)
+@pytest.mark.parametrize("backend", ["c++", TRITON])
+def test_masks_are_read_by_their_strides(backend, mask_shape):
+    x = _random(2, 5, 3, 8, 16, dtype=torch.float32)
+    check(backend, x, _mask(*mask_shape))
+    check(backend, x, _mask(*mask_shape[::-1]).permute(tuple(reversed(range(len(mask_shape))))))
+
+
+@pytest.mark.parametrize("backend", ["c++", TRITON])
+def test_layouts(backend):
+    x, grad = (_random(4, 20, 40, dtype=torch.float32, seed=seed) for seed in (0, 3))
+    check(backend, x[..., :35], _mask(20, 35), causal=True, grad=grad[..., 5:])
+    check(backend, x.transpose(1, 2), _mask(20), causal=True, grad=grad.transpose(1, 2))
+    check(backend, x[:, ::2], causal=True, grad=torch.ones(()).expand(4, 10, 40))
+
+
+@pytest.mark.parametrize("backend", ["c++", TRITON])
+def test_special_values(backend):
+    x = _random(8, 8, dtype=torch.float32)
+    x[0, 1], x[1, 2], x[2, 3], x[3], x[4, 5] = torch.nan, torch.inf, -torch.inf, -torch.inf, 3e38
+    mask = torch.zeros(8, 8, dtype=torch.bool)
+    mask[:, 6:], mask[5], mask[6, :6] = True, True, True
+    x[5, 0], x[7, 7] = torch.nan, torch.nan  # behind the mask
+    check(backend, x, mask, scale=1.0)
+    grad = _random(8, 8, dtype=torch.float32, seed=4)
+    grad[:, 7] = torch.nan
+    check(backend, x, mask, scale=1.0, grad=grad)
+
+
+@pytest.mark.parametrize("backend", ["c++", TRITON])
+def test_the_scale_is_not_rounded_to_float32(backend):
+    check(backend, _random(4, 4) * 1e3, scale=1 / 3)
+
+
+@ON_CPU
 @pytest.mark.parametrize("shape", [(1, 200_000), (300, 1000)], ids=str)
 def test_results_do_not_depend_on_the_number_of_threads(backend, shape):
     forward, backward = _implementations(backend)
-    x, grad, mask = (
-        _random(*shape, dtype=torch.float32),
-        _random(*shape, dtype=torch.float32),
-        _mask(shape[-1]),
-    )
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            y = forward(x, mask, 0.5, True)
-            results.append((y, backward(grad, y, 0.5, True)))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    x, grad = (_random(*shape, dtype=torch.float32, seed=seed) for seed in (0, 1))
+    mask = _mask(shape[-1])
+    y = forward(x, mask, 0.5, True)
+    assert threads_agree(lambda: (forward(x, mask, 0.5, True), backward(grad, y, 0.5, True)))
 
 
 def test_a_broadcast_mask_is_not_made_whole():
