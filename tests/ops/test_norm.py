@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from every_op_tools import implementation
+from kernel_tools import DTYPES, KERNELS, TRITON, check_kernel, random, threads_agree
 from marks import full
 
 from fastmp.ops import OPS, layer_norm, norm_triton, quantize_rows, rms_norm
@@ -14,19 +15,16 @@ from fastmp.ops.core.fp8 import E4M3, E5M2
 from fastmp.testing.ops import poisoned_memory, samples
 
 NAMES = ("rms_norm", "layer_norm")
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-
-
-def _random(*shape, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+FORMS = pytest.mark.parametrize(
+    ("name", "with_bias"), [("rms_norm", False), ("layer_norm", True), ("layer_norm", False)], ids=str
+)
 
 
 def _inputs(rows, columns, dtype=torch.float64, kind=None):
     """x, residual, [weight, bias], gradients of y and of the residual stream."""
-    x, residual, grad, grad_total = (_random(rows, columns, dtype=dtype, seed=seed) for seed in range(4))
-    return x, residual, [_random(columns, dtype=kind or dtype, seed=s) for s in (4, 5)], grad, grad_total
+    x, residual, grad, grad_total = (random(rows, columns, dtype=dtype, seed=seed) for seed in range(4))
+    return x, residual, [random(columns, dtype=kind or dtype, seed=s) for s in (4, 5)], grad, grad_total
 
 
 def _call(name, x, parameters, **options):
@@ -125,7 +123,7 @@ def test_autocast_leaves_float32_parameters_alone(name):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
 def test_layer_norm_of_rows_far_from_zero(dtype):
     """The variance is that of the centred row: a mean of 1000 deviations costs its own digits, no more."""
-    x = (_random(16, 512) + 1000).to(dtype)
+    x = (random(16, 512) + 1000).to(dtype)
     ones, zeros = torch.ones(512, dtype=dtype), torch.zeros(512, dtype=dtype)
     truth = F.layer_norm(x.double(), (512,), eps=1e-5)
     error = (layer_norm(x, ones, zeros).double() - truth).abs().max()
@@ -133,49 +131,93 @@ def test_layer_norm_of_rows_far_from_zero(dtype):
     assert torch.equal(layer_norm(x, ones), layer_norm(x, ones, zeros))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kind"), [*((d, d) for d in DTYPES), *((d, torch.float32) for d in DTYPES[2:])], ids=str
-)
-@pytest.mark.parametrize("name", NAMES)
-def test_compiled_kernel_equals_reference(name, dtype, kind):
-    if OPS[name].serving["cpu"] != "c++":
-        pytest.skip(f"no compiled kernel: {OPS[name].reasons['cpu']}")
-    forward, backward = (OPS[op] for op in (name, f"{name}_backward"))
-    for rows, columns in ((70, 1000), (3, 8195), (1, 31), (400, 7)):
-        x, residual, (weight, bias), grad, grad_total = _inputs(rows, columns, dtype, kind)
-        for with_residual in (True, False):
-            for with_bias in (True, False) if name == "layer_norm" else (False,):
-                optional = (bias if with_bias else None,) if name == "layer_norm" else ()
-                arguments = x, residual if with_residual else None, weight, *optional, 1e-5
-                wanted = forward.implementations["reference"](*arguments)
-                _close(forward.overload(*arguments), wanted, dtype)
-                optional = (with_bias,) if name == "layer_norm" else ()
-                total = wanted[1] if with_residual else x
-                arguments = grad, grad_total if with_residual else None, total, weight, wanted[2], *optional
-                _close(
-                    backward.overload(*arguments), backward.implementations["reference"](*arguments), dtype
-                )
+def check(backend, name, with_bias, x, residual, parameters, grad, grad_total):
+    """Both directions; without a residual, `grad_total` is not used."""
+    weight, bias = parameters
+    # the interpreter truncates bfloat16
+    bound = 1.6e-2 if (backend, x.dtype) == ("triton", torch.bfloat16) else TOLERANCE[x.dtype]
+    close = {"rtol": bound, "atol": bound}
+    more = (bias if with_bias else None,) if name == "layer_norm" else ()
+    _, total, stats = check_kernel(backend, name, x, residual, weight, *more, 1e-5, **close)
+    total, grad_total = (x, None) if residual is None else (total, grad_total)
+    more = (with_bias,) if name == "layer_norm" else ()
+    check_kernel(backend, f"{name}_backward", grad, grad_total, total, weight, stats, *more, **close)
 
 
-@pytest.mark.parametrize("backend", (None, *full(["reference"])))
+def check_shape(backend, name, with_bias, shape, dtype, kind=None, residual=(True, False)):
+    """kind: dtype of the parameters."""
+    rows, columns = shape[:-1], shape[-1]
+    x, added, grad, grad_total = (random(*rows, columns, dtype=dtype, seed=seed) for seed in range(4))
+    parameters = [random(columns, dtype=kind or dtype, seed=seed) for seed in (4, 5)]
+    for is_added in residual:
+        check(backend, name, with_bias, x, added if is_added else None, parameters, grad, grad_total)
+
+
+@FORMS
+@KERNELS
+def test_equals_reference(backend, dtype, name, with_bias):
+    shapes = ((7,), (37, 130), (3, 2, 24), (90, 17), (1, 31), (0, 8), (3, 0))
+    for shape in (*shapes, *(((70, 1000), (3, 8195), (400, 7)) if backend == "c++" else ())):
+        check_shape(backend, name, with_bias, shape, dtype)
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", DTYPES[2:], ids=str)
+@pytest.mark.parametrize("backend", ["c++", TRITON])
+def test_float32_parameters(backend, dtype, name, with_bias):
+    for shape in ((70, 1000), (400, 7)) if backend == "c++" else ((9, 40),):
+        check_shape(backend, name, with_bias, shape, dtype, torch.float32)
+
+
+@FORMS
+@pytest.mark.parametrize("backend", [TRITON])
+def test_rows_too_long_for_registers(backend, monkeypatch, name, with_bias):
+    """Several blocks of columns, of rows a program, and a last one of each cut short."""
+    for function in ("block_shape", "backward_block_shape"):
+        monkeypatch.setattr(norm_triton, function, lambda *_: None)
+    monkeypatch.setattr(norm_triton, "WIDE_BLOCK", (1, 32, 4))
+    monkeypatch.setattr(norm_triton, "WIDE_BACKWARD_BLOCK", (2, 32, 4))
+    monkeypatch.setattr(norm_triton, "num_programs", lambda num_rows, *_: min(2, -(-num_rows // 2)))
+    for shape in ((19, 75), (2, 32), (5, 3)):
+        check_shape(backend, name, with_bias, shape, torch.float32)
+
+
+@FORMS
+@pytest.mark.parametrize("backend", [TRITON])
+def test_several_blocks_a_program(backend, monkeypatch, name, with_bias):
+    for function in ("block_shape", "backward_block_shape"):
+        monkeypatch.setattr(norm_triton, function, lambda *_: (2, 32, 4))
+    monkeypatch.setattr(norm_triton, "num_programs", lambda num_rows, block_m, num_warps: 3)
+    check_shape(backend, name, with_bias, (23, 19), torch.float32, residual=(True,))
+
+
+@pytest.mark.parametrize("backend", ["c++", TRITON])
+def test_layouts(backend):
+    x, residual, (weight, bias), grad, grad_total = _inputs(20, 40, torch.float32)
+    strided = [random(80, dtype=torch.float32, seed=seed)[::2] for seed in (4, 5)]
+    ones = torch.ones(()).expand(20, 40)
+    for case in (
+        (x[:, :35], residual[:, 5:], (weight[:35], bias[:35]), grad[:, 3:38], grad_total[:, :35]),
+        (x.t(), residual.t(), (weight[:20], bias[:20]), grad.t(), grad_total.t()),
+        (x, residual, (weight, bias), ones, ones),
+        (x, residual, strided, grad, grad_total),
+    ):
+        check(backend, "layer_norm", True, *case)
+
+
+@pytest.mark.parametrize("backend", ("c++", *full(["reference"])))
 @pytest.mark.parametrize("rows", (1, 3, 1001))
 @pytest.mark.parametrize("name", NAMES)
 def test_results_do_not_depend_on_the_number_of_threads(name, backend, rows):
     x, residual, (weight, bias), grad, grad_total = _inputs(rows, 300_300 // rows, torch.float32)
-    forward, backward = (
-        OPS[op].implementations[backend] if backend else OPS[op].overload for op in (name, f"{name}_backward")
-    )
-    further = ((bias,), (True,)) if name == "layer_norm" else ((), ())
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            y, total, stats = forward(x, residual, weight, *further[0], 1e-5)
-            results.append((y, stats, *backward(grad, grad_total, total, weight, stats, *further[1])))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    forward, backward = (implementation(f"{name}{way}", backend) for way in ("", "_backward"))
+    more, further = ((bias,), (True,)) if name == "layer_norm" else ((), ())
+
+    def both():
+        y, total, stats = forward(x, residual, weight, *more, 1e-5)
+        return y, stats, *backward(grad, grad_total, total, weight, stats, *further)
+
+    assert threads_agree(both)
 
 
 @pytest.mark.parametrize("name", NAMES)
