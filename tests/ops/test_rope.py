@@ -8,18 +8,15 @@ import math
 
 import pytest
 import torch
+from every_op_tools import implementation
+from kernel_tools import DTYPES, KERNELS, ON_CPU, TRITON, check_kernel, random, threads_agree
 
 from fastmp.ops import OPS, rope, rope_cos_sin, rope_qk, rope_triton
 from fastmp.testing.functions import as_tuple
 
 module = importlib.import_module("fastmp.ops.rope")  # the name in the package is the function
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 FORMS = pytest.mark.parametrize("interleaved", (False, True), ids=("halves", "pairs"))
-
-
-def _random(*shape, dtype=torch.float64, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def _angles(num_tokens, dim, dtype=torch.float64):
@@ -33,7 +30,7 @@ def _as_complex(x, interleaved):
 
 @FORMS
 def test_multiplies_by_unit_complex_numbers(interleaved):
-    x = _random(9, 2, 3, 8)
+    x = random(9, 2, 3, 8)
     y = rope(x, *_angles(9, 6), interleaved=interleaved)
     for token in range(9):
         for pair in range(3):
@@ -45,7 +42,7 @@ def test_multiplies_by_unit_complex_numbers(interleaved):
 
 @FORMS
 def test_scores_depend_on_distance_alone(interleaved):
-    q, k = _random(1, 16, seed=1).expand(40, 16), _random(1, 16, seed=2).expand(40, 16)
+    q, k = random(1, 16, seed=1).expand(40, 16), random(1, 16, seed=2).expand(40, 16)
     q, k = rope_qk(q, k, *_angles(40, 16), interleaved=interleaved)
     scores = q @ k.T
     for distance in (-7, 0, 3):
@@ -75,7 +72,7 @@ def test_angles():
 
 def test_positions_of_each_sample_and_other_layouts():
     positions = torch.tensor([[0, 5], [1, 6], [2, 0], [3, 1]])
-    x = _random(4, 2, 3, 8)
+    x = random(4, 2, 3, 8)
     cos, sin = rope_cos_sin(positions, 8, dtype=torch.float64)
     y = rope(x, cos, sin)
     for sample in range(2):
@@ -94,10 +91,10 @@ def test_positions_of_each_sample_and_other_layouts():
 def _layouts(dtype):
     """Queries and keys (or None) with angles, in the layouts that attention meets."""
     cos, sin = _angles(11, 16, dtype)
-    fused = _random(11, 2, 3, 6, 20, dtype=dtype)
-    apart = _random(11, 2, 4, 16, dtype=dtype, seed=1)
-    batch_first = _random(2, 4, 11, 33, dtype=dtype, seed=2).permute(2, 0, 1, 3)
-    strided = _random(11, 2, 4, 40, dtype=dtype, seed=3)[..., 1:35:2]
+    fused = random(11, 2, 3, 6, 20, dtype=dtype)
+    apart = random(11, 2, 4, 16, dtype=dtype, seed=1)
+    batch_first = random(2, 4, 11, 33, dtype=dtype, seed=2).permute(2, 0, 1, 3)
+    strided = random(11, 2, 4, 40, dtype=dtype, seed=3)[..., 1:35:2]
     return {
         "contiguous": (apart, apart[:, :, :1].clone(), cos, sin),
         "fused": (fused[:, :, :, :4], fused[:, :, :, 4], cos, sin),
@@ -137,17 +134,87 @@ def test_in_place_is_bitwise_the_same(layout, dtype, interleaved):
         assert torch.equal(*((t if t._base is None else t._base) for t in (own, x)))
 
 
+def _turns(*shape, dtype):
+    """Any angles, cos and sin."""
+    turns = random(*shape, seed=9, scale=3.0)
+    compute = module.compute_dtype(dtype)
+    return turns.cos().to(compute), turns.sin().to(compute)
+
+
+def check(backend, q, k, cos, sin, interleaved, inverse=False):
+    """Into new memory equal to the reference; in place bitwise the same, and nothing else is touched."""
+    arguments = cos, sin, interleaved, inverse
+    wide = q.dtype == torch.float64
+    close = {} if wide else {"rtol": torch.finfo(q.dtype).eps, "atol": 1e-6}
+    check_kernel(backend, "rope", q, k, *arguments, **close)
+    views = [_own_copy(x) for x in (q, k)]
+    implementation("rope_", backend)(*views, *arguments)
+    wanted = implementation("rope", backend)(q, k, *arguments)
+    for x, view, want in zip((q, k), views, wanted, strict=True):
+        if x is not None:
+            assert torch.equal(view, want)
+            view.copy_(x)
+            assert torch.equal(*((t if t._base is None else t._base) for t in (view, x)))
+
+
+@FORMS
+@KERNELS
+def test_equals_reference(backend, dtype, interleaved):
+    for shape, keys, angles in (
+        ((5, 2, 4, 128), (5, 2, 1, 128), (5, 64)),
+        ((7, 3, 5, 80), (7, 3, 2, 80), (7, 3, 10)),
+        ((2, 9, 3, 31), None, (1, 9, 13)),
+        ((3, 2, 3, 8), (3, 2, 8), (3, 2)),
+        ((70, 2), None, (70, 1)),
+        ((4, 3, 2, 6), (4, 3, 0, 6), (1, 1, 3)),
+        ((0, 2, 3, 8), (0, 2, 1, 8), (0, 4)),
+        ((2, 3, 4), None, (2,)),
+        ((2, 3, 4), None, (2, 0)),
+    ):
+        q = random(*shape, dtype=dtype)
+        k = None if keys is None else random(*keys, dtype=dtype, seed=1)
+        check(backend, q, k, *_turns(*angles, dtype=dtype), interleaved, inverse=interleaved)
+
+
 @FORMS
 @LAYOUTS
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_compiled_kernel_equals_reference(layout, dtype, interleaved):
-    if OPS["rope"].serving["cpu"] != "c++":
-        pytest.skip(f"no compiled kernel: {OPS['rope'].reasons['cpu']}")
-    tolerance = EXACT if dtype == torch.float64 else {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
+@KERNELS
+def test_layouts(backend, dtype, layout, interleaved):
     for inverse in (False, True):
-        arguments = (*_layouts(dtype)[layout], interleaved, inverse)
-        for value, want in zip(torch.ops.fastmp.rope(*arguments), module.reference(*arguments), strict=True):
-            torch.testing.assert_close(value, want, **tolerance)
+        check(backend, *_layouts(dtype)[layout], interleaved, inverse)
+
+
+@pytest.mark.parametrize("inverse", (False, True))
+@pytest.mark.parametrize("backend", ["c++", TRITON])
+def test_other_strides(backend, inverse):
+    fused, transposed, apart = (
+        random(*shape, dtype=torch.float32, seed=seed)
+        for seed, shape in enumerate(((6, 2, 3, 6, 16), (16, 6, 2), (6, 5, 40)))
+    )
+    cos, sin = _turns(6, 8, dtype=torch.float32)
+    check(backend, transposed.permute(1, 2, 0), None, cos, sin, False, inverse)
+    check(backend, apart[:, :, 3:35:2], None, cos, sin, True, inverse)
+    wide = torch.cat((cos, sin), -1)
+    check(backend, fused[:, 0, 0], None, wide[:, :8], wide[:, 8:], False, inverse)
+
+
+@pytest.mark.parametrize("backend", ["c++", TRITON])
+def test_more_dimensions_apart_than_levels(backend):
+    """Every second index of each of four leading dimensions: launched slice by slice."""
+    x = random(4, 4, 6, 4, 8, dtype=torch.float32, seed=8)[::2, ::2, ::2, ::2]
+    cos, sin = _turns(2, 2, 3, dtype=torch.float32)
+    assert len(rope_triton.levels([x.shape], [x.stride()], cos.shape, cos.stride())) == 4
+    check(backend, x, None, cos, sin, False)
+    check(backend, x, None, *_turns(1, 2, 3, dtype=torch.float32), True)
+    check(backend, x, x[:, :, 1:2], *_turns(2, 4, dtype=torch.float32), False)
+
+
+@pytest.mark.parametrize("backend", [TRITON])
+def test_rows_beyond_one_step_of_the_grid(backend):
+    """Blocks of rows that end inside a token, and programs of keys after those of queries."""
+    q, k = (random(37, heads, 64, dtype=torch.float16, seed=heads) for heads in (5, 3))
+    assert rope_triton.block_shape(32, 2)[0] < 37 * 3
+    check(backend, q, k, *_turns(37, 32, dtype=torch.float16), False)
 
 
 @pytest.mark.parametrize("half", (0, 1, 7, 8, 15, 16, 17, 48, 100))
@@ -155,7 +222,7 @@ def test_compiled_kernel_equals_reference(layout, dtype, interleaved):
 def test_every_width_on_every_instruction_set(half, interleaved):
     """Tails of all lengths; `base` code runs where the wider sets are absent."""
     for dtype in DTYPES:
-        q, k = _random(3, 2, 2 * half + 3, dtype=dtype), _random(3, 1, 2 * half + 3, dtype=dtype, seed=1)
+        q, k = random(3, 2, 2 * half + 3, dtype=dtype), random(3, 1, 2 * half + 3, dtype=dtype, seed=1)
         arguments = (q, k, *_angles(3, 2 * half, dtype), interleaved, False)
         tolerance = EXACT if dtype == torch.float64 else {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
         for value, want in zip(torch.ops.fastmp.rope(*arguments), module.reference(*arguments), strict=True):
@@ -165,7 +232,7 @@ def test_every_width_on_every_instruction_set(half, interleaved):
 @FORMS
 def test_in_place_gradients(interleaved):
     """A tensor of its own, and views of a fused projection one by one and side by side."""
-    weight = _random(11, 2, 3, 6, 20, seed=5).requires_grad_()
+    weight = random(11, 2, 3, 6, 20, seed=5).requires_grad_()
     cos, sin = _angles(11, 16)
 
     def loss(in_place, view):
@@ -191,7 +258,7 @@ def test_in_place_gradients(interleaved):
 
 
 def test_overwriting_what_autograd_saved_is_noticed():
-    x = _random(4, 2, 8).requires_grad_()
+    x = random(4, 2, 8).requires_grad_()
     h = x * 1
     other = h.sin()
     rope(h, *_angles(4, 8), in_place=True)
@@ -200,17 +267,17 @@ def test_overwriting_what_autograd_saved_is_noticed():
 
 
 def test_second_derivatives():
-    q, k = _random(3, 2, 6).requires_grad_(), _random(3, 1, 6, seed=1).requires_grad_()
+    q, k = random(3, 2, 6).requires_grad_(), random(3, 1, 6, seed=1).requires_grad_()
     cos, sin = _angles(3, 4)
     assert torch.autograd.gradgradcheck(lambda q, k: rope_qk(q, k, cos, sin), (q, k))
-    weight = _random(3, 2, 6, seed=2)
+    weight = random(3, 2, 6, seed=2)
     (dx,) = torch.autograd.grad((rope(q * q, cos, sin, in_place=True) * weight).sum(), q, create_graph=True)
     (again,) = torch.autograd.grad(dx.sum(), q)
     torch.testing.assert_close(again, 2 * rope(weight, cos, -sin), **EXACT)
 
 
 def test_saves_angles_only():
-    q, k = _random(3, 2, 6).requires_grad_(), _random(3, 1, 6).requires_grad_()
+    q, k = random(3, 2, 6).requires_grad_(), random(3, 1, 6).requires_grad_()
     cos, sin = _angles(3, 4)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -219,25 +286,16 @@ def test_saves_angles_only():
     assert {t.data_ptr() for t in saved if t.numel() > 1} == {cos.data_ptr(), sin.data_ptr()}
 
 
-@pytest.mark.parametrize("backend", (None, "reference"))
+@ON_CPU
 def test_results_do_not_depend_on_the_number_of_threads(backend):
-    x = _random(301, 2, 7, 72, dtype=torch.float32)
+    x = random(301, 2, 7, 72, dtype=torch.float32)
     arguments = (x, None, *_angles(301, 60, torch.float32), False, True)
-    run = OPS["rope"].implementations[backend] if backend else OPS["rope"].overload
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            results.append(run(*arguments)[0])
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(*results)
+    assert threads_agree(lambda: implementation("rope", backend)(*arguments))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_special_values_stay_in_their_pair(dtype):
-    x = _random(3, 1, 40, dtype=dtype)
+    x = random(3, 1, 40, dtype=dtype)
     x[1, 0, 2], x[2, 0, 3] = torch.nan, torch.inf
     wide = module.reference(x.double(), None, *_angles(3, 40), False, False)[0]
     cos, sin = _angles(3, 40, dtype)
