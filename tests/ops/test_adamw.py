@@ -11,6 +11,7 @@ import torch
 from cpp_tools import compiled, pointers, runnable
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_tools import threads_agree
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
@@ -218,16 +219,7 @@ def test_slices_are_updated_as_in_the_whole(dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_results_do_not_depend_on_the_number_of_threads(backend):
     inputs = drawn(200_003, torch.bfloat16, steps=1, first=31)
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 2):
-            torch.set_num_threads(count)
-            results.append(run("adamw_", implementation(backend), inputs))
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other))
+    assert threads_agree(lambda: run("adamw_", implementation(backend), inputs))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -4,85 +4,57 @@ from __future__ import annotations
 
 import pytest
 import torch
-from marks import full
+from every_op_tools import implementation
+from kernel_tools import DTYPES, KERNELS, ON_CPU, TRITON, check_kernel, random, threads_agree
 
-from fastmp.ops import OPS, clamped_swiglu
-from fastmp.testing.ops import poisoned_memory
+from fastmp.ops import clamped_swiglu
 from fastmp.testing.samples.pointwise import clamp
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-TOLERANCE = {
-    torch.float64: {"rtol": 1e-12, "atol": 1e-12},
-    torch.float32: {"rtol": 1e-5, "atol": 3e-5},
-    torch.bfloat16: {"rtol": 1e-2, "atol": 1e-5},
-    torch.float16: {"rtol": 1e-3, "atol": 1e-5},
-}
 FORM = (1.702, 3.0)
 
 
-def inputs(shape, dtype=torch.float64, seed=0):
+def inputs(*shape, dtype=torch.float32):
     """x (..., 2F), a quarter of which is clamped, and the gradient of y (..., F)."""
-    generator = torch.Generator().manual_seed(seed)
-    x, grad = (
-        torch.randn(size, generator=generator, dtype=torch.float64) * 3
-        for size in (shape, (*shape[:-1], shape[-1] // 2))
-    )
-    return x.to(dtype), grad.to(dtype)
+    return random(*shape, dtype=dtype, scale=3.0), random(*shape[:-1], shape[-1] // 2, dtype=dtype, seed=1)
 
 
 def run(backend, grad, x):
-    names = ("clamped_swiglu", "clamped_swiglu_backward")
-    forward, backward = (
-        OPS[name].implementations[backend] if backend else OPS[name].overload for name in names
-    )
+    forward, backward = (implementation(f"clamped_swiglu{way}", backend) for way in ("", "_backward"))
     return forward(x, *FORM), backward(grad, x, *FORM)
 
 
 def check(backend, x, grad):
-    expected = run("reference", grad, x)
-    with poisoned_memory():
-        results = run(backend, grad, x)
-    for value, want in zip(results, expected, strict=True):
-        assert value.is_contiguous()
-        torch.testing.assert_close(value, want, equal_nan=True, **TOLERANCE[x.dtype])
+    check_kernel(backend, "clamped_swiglu", x, *FORM)
+    check_kernel(backend, "clamped_swiglu_backward", grad, x, *FORM)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES[1:3], *full([DTYPES[0], DTYPES[3]])], ids=str)
-def test_compiled_kernel_equals_reference(dtype):
-    for shape in ((70, 1000), (3, 2 * 8195), (1, 62), (5, 2), (2,)):
-        check(None, *inputs(shape, dtype))
-    x, grad = inputs((20, 40), dtype)
-    check(None, x[:, 2:36], grad[:, 3:])
+@KERNELS
+def test_equals_reference(backend, dtype):
+    rows = 37 if backend == "triton" else 70
+    for shape in ((2,), (rows, 1000), (3, 2, 24), (130, 34), (1, 62), (5, 2), (0, 8), (3, 0)):
+        check(backend, *inputs(*shape, dtype=dtype))
+    if backend == "c++":
+        check(backend, *inputs(3, 2 * 8195, dtype=dtype))
 
 
-@pytest.mark.interpret
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *full(DTYPES[:2]), *full(DTYPES[3:])], ids=str)
-@pytest.mark.parametrize(
-    "shape",
-    [(37, 130), (3, 2, 24), *full([((37, 2060),), ((2,),), ((130, 34),), ((0, 8),), ((3, 0),)])],
-    ids=str,
-)
-def test_triton_kernels_equal_reference(shape, dtype):
-    x, grad = inputs(shape, dtype)
-    check("triton", x, grad)
-    if len(shape) == 2:
-        check("triton", torch.cat((x, x), -1)[:, : x.shape[1]], grad.t().contiguous().t())
+@pytest.mark.parametrize("backend", ["c++", TRITON])
+def test_layouts(backend):
+    x, grad = inputs(20, 40)
+    check(backend, x[:, 2:36], grad[:, 3:])
+    check(backend, x, grad.t().contiguous().t())
 
 
-@pytest.mark.parametrize("backend", [None, "reference"])
+@ON_CPU
 def test_results_do_not_depend_on_the_number_of_threads(backend):
-    x, grad = inputs((301, 130), torch.float32)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            results.append(run(backend, grad, x))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    x, grad = inputs(301, 130)
+    assert threads_agree(lambda: run(backend, grad, x))
 
 
-def special(backend):
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+@pytest.mark.parametrize(
+    "backend", ["c++", "reference", pytest.param("triton", marks=(pytest.mark.interpret, pytest.mark.full))]
+)
+def test_special_pairs_are_those_of_torch(backend):
     """Every pair of special gates and ups, against torch in float64."""
     values = [torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 3.0, -3.0, 100.0, -100.0, 6e4, -6e4]
     pairs = torch.cartesian_prod(*[torch.tensor(values, dtype=torch.float64)] * 2).flatten()
@@ -95,18 +67,6 @@ def special(backend):
         y, dx = run(backend, torch.ones(len(x) // 2, dtype=dtype), x)
         for value, want in ((y, truth.detach()), (dx, slope)):
             torch.testing.assert_close(value.double(), want, rtol=1e-2, atol=1e-6, equal_nan=True)
-
-
-@pytest.mark.parametrize("backend", [None, "reference"])
-def test_special_pairs_are_those_of_torch(backend):
-    special(backend)
-
-
-@pytest.mark.interpret
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
-def test_special_pairs_are_those_of_torch_in_triton():
-    special("triton")
 
 
 def test_what_is_clamped_has_no_gradient():
