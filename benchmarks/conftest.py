@@ -22,7 +22,7 @@ from benchmarks.cases import EAGER, Case, is_first, is_ours, sweep
 from benchmarks.compare import Comparison, compare
 from benchmarks.conditions import Conditions
 from benchmarks.measure import environment, measure_ceilings, synchronize, write_json
-from benchmarks.report import size
+from benchmarks.report import markdown, read
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SECONDS, SECONDS_FULL = 2.0, 8.0  # of rounds for a case in one direction, after the third; --full
@@ -199,37 +199,15 @@ def pytest_benchmark_update_json(config, benchmarks, output_json):
         output_json["ceilings"] = vars(ceilings)
 
 
-def _line(info: dict) -> str:
-    peer = f"{info['over_peer']:6.2f}x {info['best_peer']}" if info["best_peer"] else "no peer"
-    unsteady = DEVICE == "cuda" and info["ms"] > 0.1 and info["spread"] > 1.05
-    return (
-        f"  {info['rival']:<18} {info['ms']:10.3f} ms {info['of_floor']:7.1%} of floor"
-        + (f" {info['of_sustained']:7.1%} of sustained" if "of_sustained" in info else "")
-        + f"  {peer:<22}"
-        f" {size(info['extra_bytes']):>9} extra" + (f"  spread {info['spread']:.2f}" if unsteady else "")
-    )
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter, config):
     session = getattr(config, "_benchmarksession", None)
     rows = [b for b in session.benchmarks if b.extra_info.get("rival")] if session else []
     if not rows:
         return
-    write = terminalreporter.write_line
-    terminalreporter.section("fastmp: time, share of the floor, times as fast as the best peer, extra memory")
-    ceilings = config.stash[CEILINGS]
-    rates = ", ".join(f"{name} products {rate:.3g} TFLOP/s" for name, rate in ceilings.gemm_tflops.items())
-    write(f"measured first: copy {ceilings.copy_gbs:.4g} GB/s, {rates}; a floor is the larger of two times")
-    if DEVICE == "cpu":
-        write("CPU time; a CPU can read, or write in place, faster than it copies: above 100%")
-    write("extra: most memory held beyond inputs and outputs, by torch's allocator")
-    for group in dict.fromkeys(row.group for row in rows):
-        members = [row.extra_info for row in rows if row.group == group]
-        first = members[0]
-        write(f"{group}: floor {first['floor_ms']:.4g} ms ({first['floor_of']})")
-        for info in members:
-            write(_line(info) + (f"  [{info['timing']}]" if info["timing"] != first["timing"] else ""))
+    terminalreporter.section("fastmp: all rivals of a case in turn")
+    path = _results_path(config)
+    terminalreporter.write(markdown([read(path)]))
     for reason in sorted(set(peers.ABSENT.values())):
-        write(f"absent: {reason}")
-    write(f"python -m benchmarks.report {_results_path(config)} makes a report of these results")
+        terminalreporter.write_line(f"absent: {reason}")
+    terminalreporter.write_line(f"python -m benchmarks.report {path} prints these results again")
