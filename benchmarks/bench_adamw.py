@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -30,28 +30,35 @@ def _plain(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, ste
     param.mul_(1 - _LR * _DECAY).sub_(exp_avg / (root + _EPS) * (_LR / (1 - _BETA1**step)))
 
 
-def adamw_case(num_elements: int, dtype: torch.dtype, device: str, seed: int = 0) -> Case:
+def adamw_case(
+    num_elements: int, dtype: torch.dtype, device: str, seed: int = 0, *, small: bool = False
+) -> Case:
+    """All rivals share one state, made by the first call: at 1e9 elements each of its own is 14 GB more.
+
+    small: everything in 16 bits. Ours keeps masters and rounds averages at random; torch's does neither.
+    """
     generator = torch.Generator(device).manual_seed(seed)
-    param, grad = (torch.randn(num_elements, device=device, generator=generator) for _ in range(2))
+    stored = torch.bfloat16 if small else torch.float32
+    param, grad = (torch.randn(num_elements, device=device, generator=generator).to(stored) for _ in range(2))
     on_gpu = torch.device(device).type == "cuda"
-
-    def rounded(of: Tensor) -> Tensor | None:
-        return None if dtype == torch.float32 else of.to(dtype)
-
-    # One state for all rivals, made by the first call: at 1e9 elements each of its own would be 14 GB more.
 
     @cache
     def state() -> tuple[Tensor, Tensor, Tensor | None]:
-        return torch.zeros_like(param), torch.zeros_like(param), rounded(param)
+        out = None if small or dtype == torch.float32 else param.to(dtype)
+        return torch.zeros_like(param), torch.zeros_like(param), out
+
+    def results(out: Tensor | None) -> tuple[Tensor, ...]:
+        return (param,) if out is None else (param, out)
 
     @cache
     def ours() -> Callable[[], tuple[Tensor, ...]]:
         m, v, out = state()
         step = torch.zeros((), dtype=torch.int64, device=device)
+        remainder = torch.zeros_like(param, dtype=torch.int16) if small else None
 
         def call() -> tuple[Tensor, ...]:
-            adamw_(param, grad, m, v, step, low_precision_out=out, **_OPTIONS)
-            return (param,) if out is None else (param, out)
+            adamw_(param, grad, m, v, step, low_precision_out=out, remainder=remainder, **_OPTIONS)
+            return results(out)
 
         return call
 
@@ -66,7 +73,7 @@ def adamw_case(num_elements: int, dtype: torch.dtype, device: str, seed: int = 0
 
         def call() -> tuple[Tensor, ...]:
             optimizer.step()
-            return (own,) if out is None else (own, out.copy_(own))
+            return results(out if out is None else out.copy_(own))
 
         return call
 
@@ -84,7 +91,7 @@ def adamw_case(num_elements: int, dtype: torch.dtype, device: str, seed: int = 0
 
         def call() -> tuple[Tensor, ...]:
             function(param, m, v, step, out)
-            return (param,) if out is None else (param, out)
+            return results(out)
 
         return call
 
@@ -92,54 +99,16 @@ def adamw_case(num_elements: int, dtype: torch.dtype, device: str, seed: int = 0
         OURS: lambda: ours()(),
         TORCH: lambda: with_torch(fused=True)(),
         EAGER: lambda: with_torch(foreach=True)(),
-        COMPILE: lambda: with_compile()(),
     }
+    if small:
+        name = title("adamw small state", (num_elements,), dtype)
+        return Case(name, (param,), grad, rivals, 18 * num_elements, 0, random=True)
+    rivals[COMPILE] = lambda: with_compile()()
     step = torch.zeros(1, dtype=torch.int64, device=device)
-    tensors = (param, grad, param, param, step, rounded(param))
+    tensors = (param, grad, param, param, step, None if dtype == torch.float32 else param.to(dtype))
     numbers = (_LR, _BETA1, _BETA2, _EPS, _DECAY)
     traffic = OPS["adamw_"].traffic(*tensors, *[None] * 4, *numbers, *[None] * 3, 0, None, 0)
     return Case(title("adamw", (num_elements,), dtype), (param,), grad, rivals, traffic, 0)
-
-
-def adamw_small_case(num_elements: int, dtype: torch.dtype, device: str, seed: int = 0) -> Case:
-    """Everything in 16 bits. Ours keeps masters and rounds averages at random; torch's does neither."""
-    generator = torch.Generator(device).manual_seed(seed)
-    param, grad = (torch.randn(num_elements, device=device, generator=generator).bfloat16() for _ in range(2))
-    on_gpu = torch.device(device).type == "cuda"
-
-    @cache
-    def ours() -> Callable[[], Tensor]:
-        own, m, v = param.clone(), torch.zeros_like(param), torch.zeros_like(param)
-        remainder, step = (
-            torch.zeros_like(param, dtype=torch.int16),
-            torch.zeros_like(param[0], dtype=torch.int64),
-        )
-
-        def call() -> Tensor:
-            adamw_(own, grad, m, v, step, remainder=remainder, **_OPTIONS)
-            return own
-
-        return call
-
-    @cache
-    def with_torch(**kind: bool) -> Callable[[], Tensor]:
-        own = param.clone()
-        own.grad = grad
-        optimizer = torch.optim.AdamW([own], **_OPTIONS, **kind, capturable=on_gpu)
-
-        def call() -> Tensor:
-            optimizer.step()
-            return own
-
-        return call
-
-    rivals = {
-        OURS: lambda: ours()(),
-        TORCH: lambda: with_torch(fused=True)(),
-        EAGER: lambda: with_torch(foreach=True)(),
-    }
-    name = title("adamw small state", (num_elements,), torch.bfloat16)
-    return Case(name, (param,), grad, rivals, 18 * num_elements, 0, random=True)
 
 
 WORKLOADS = (
@@ -154,7 +123,7 @@ WORKLOADS = (
     ),
     Workload(
         "adamw small state",
-        adamw_small_case,
+        partial(adamw_case, small=True),
         cpu=((1 << 24,),),
         cuda=((100_000_000,), (1_000_000_000,)),
         rivals=(OURS, TORCH, EAGER),
