@@ -15,11 +15,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 _GIB = 2**30
-_HOPPER = 720 / 989.4
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,22 @@ class GPU:
         return {1: self.eight, 4: self.single}.get(itemsize, self.half)
 
 
+_H100 = GPU(
+    "H100 SXM5 80 GB (DGX H100)",
+    half=989.4e12,
+    single=66.9e12,
+    processors=132,
+    memory_bandwidth=3352e9,
+    capacity=80 * _GIB,
+    nvlink=450e9,
+    per_server=8,
+    network=50e9,
+    source="NVIDIA H100 architecture white paper; eight 400 Gbit/s cards a server: DGX H100 data sheet",
+    switch_sums=True,
+    eight=1979e12,
+    gemms=720 / 989.4,
+    compared=(0.87, 1.40),
+)
 GPUS = {
     "v100": GPU(
         "Tesla V100 SXM3 32 GB (DGX-2H)",
@@ -87,52 +102,22 @@ GPUS = {
         source="NVIDIA A100 data sheet; eight 200 Gbit/s cards a server: DGX A100 data sheet",
         compared=(0.93, 1.20),
     ),
-    "h100": GPU(
-        "H100 SXM5 80 GB (DGX H100)",
-        half=989.4e12,
-        single=66.9e12,
-        processors=132,
-        memory_bandwidth=3352e9,
-        capacity=80 * _GIB,
-        nvlink=450e9,
-        per_server=8,
-        network=50e9,
-        source="NVIDIA H100 architecture white paper; eight 400 Gbit/s cards a server: DGX H100 data sheet",
-        switch_sums=True,
-        eight=1979e12,
-        gemms=_HOPPER,
-        compared=(0.87, 1.40),
-    ),
-    "h800": GPU(
-        "H800 SXM5 80 GB",
-        half=989.4e12,
-        single=66.9e12,
-        processors=132,
-        memory_bandwidth=3352e9,
-        capacity=80 * _GIB,
+    "h100": _H100,
+    "h800": replace(
+        _H100,
+        name="H800 SXM5 80 GB",
         nvlink=200e9,
-        per_server=8,
-        network=50e9,
         source="H100 white paper; 400 GB/s (both ways) between GPUs, eight 400 Gbit/s cards a server: "
         "DeepSeek-AI 2025 (arXiv 2505.09343), section 4",
-        eight=1979e12,
-        gemms=_HOPPER,
+        switch_sums=False,
         compared=(1.06, 1.06),
     ),
-    "h200": GPU(
-        "H200 SXM5 141 GB (DGX H200)",
-        half=989.4e12,
-        single=66.9e12,
-        processors=132,
+    "h200": replace(
+        _H100,
+        name="H200 SXM5 141 GB (DGX H200)",
         memory_bandwidth=4800e9,
         capacity=141 * _GIB,
-        nvlink=450e9,
-        per_server=8,
-        network=50e9,
         source="NVIDIA H200 data sheet; eight 400 Gbit/s cards a server: DGX H200 data sheet",
-        switch_sums=True,
-        eight=1979e12,
-        gemms=_HOPPER,
         compared=(1.37, 1.38),
     ),
     "b200": GPU(
