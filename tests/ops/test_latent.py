@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from marks import full
+from kernel_tools import DTYPES, KERNELS, check_kernel
 
 from fastmp.ops import OPS, latent_norm_rope, norm_triton, rms_norm, rope, rope_cos_sin
-from fastmp.testing.ops import poisoned_memory, run, samples
+from fastmp.testing.ops import poisoned_memory, samples
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 NAMES = ("latent_norm_rope", "latent_norm_rope_backward")
 
@@ -81,20 +80,12 @@ def test_tables_of_size_one_hold_for_all():
         assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
 
 
-@pytest.mark.interpret
-@pytest.mark.parametrize("dtype", [torch.float32, *full([DTYPES[0], *DTYPES[2:]])], ids=str)
+@KERNELS
 @pytest.mark.parametrize("op", NAMES)
-def test_triton_kernels_equal_reference(op, dtype):
+def test_equals_reference(backend, dtype, op):
+    bound = TOLERANCE[dtype]
     for arguments in samples(op, device="cpu", dtype=dtype):
-        wanted = run(op, OPS[op].implementations["reference"], arguments)
-        with poisoned_memory():
-            results = run(op, OPS[op].implementations["triton"], arguments)
-        for value, want in zip(results, wanted, strict=True):
-            assert value.is_contiguous()
-            scale = max(1.0, want.abs().max().item()) if want.numel() else 1.0
-            torch.testing.assert_close(
-                value, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * scale, check_stride=False
-            )
+        check_kernel(backend, op, *arguments, rtol=bound, atol=bound)
 
 
 def test_samples_have_latents_too_long_for_registers():
