@@ -1,15 +1,16 @@
-"""The Triton kernels of the grouped products in Triton's interpreter, against the reference.
+"""The Triton kernels of grouped products and LoRA in Triton's interpreter, against the reference.
 
 bfloat16 is left out: the interpreter's products of it are wrong.
 """
 
 from __future__ import annotations
 
+import sys
 from unittest.mock import Mock
 
 import pytest
 import torch
-from kernel_tools import set_programs
+from kernel_tools import random, set_programs
 from marks import full
 
 from fastmp.ops import grouped_mm_launch as kernels
@@ -27,21 +28,17 @@ TOLERANCE = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-4},
     torch.float16: {"rtol": 2e-3, "atol": 2e-3},
 }
-ROUTINGS = {
-    "some": ([3, 0, 70, 0, 64], 5),
-    "none": ([0, 0], 3),
-    "one": ([0, 130, 0], 0),
-    "no rows": ([0, 0, 0], 0),
-    "many experts": ([1] * 15, 1),
+ROUTINGS = {  # sizes, rows of no expert, rank of LoRA
+    "some": ([3, 0, 70, 0, 64], 5, 5),
+    "none": ([0, 0], 3, 8),
+    "one": ([0, 130, 0], 0, 16),
+    "no rows": ([0, 0, 0], 0, 8),
+    "many experts": ([1] * 15, 1, 32),
+    "several steps of LoRA": ([3, 0, 70, 0, 34], 5, 70),
 }
 
 
-def random(*shape, dtype, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def calls(sizes, spare, n, k, dtype):
+def calls(sizes, spare, r, n, k, dtype):
     """(op, arguments) of every op of the family; `n` is even."""
     offsets = torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     rows, experts = sum(sizes) + spare, len(sizes)
@@ -51,6 +48,11 @@ def calls(sizes, spare, n, k, dtype):
     )
     grad, bias = random(rows, n, dtype=dtype, seed=2), random(experts, n, dtype=dtype, seed=3)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
+    low, a, b = (
+        random(*shape, dtype=dtype, seed=seed) * max(r, 1) ** -0.5
+        for seed, shape in ((7, (rows, r)), (8, (experts, r, k)), (9, (experts, n, r)))
+    )
+    transposed = w.mT.contiguous()
     return [
         ("grouped_mm", (x, w, offsets, False)),
         ("grouped_mm", (grad, w, offsets, True)),
@@ -63,6 +65,11 @@ def calls(sizes, spare, n, k, dtype):
         ("grouped_mlp_in", (x, w, None, offsets, "gelu", True, False)),
         ("grouped_mlp_in", (x, w, bias, offsets, "gelu_tanh", False, True)),
         ("grouped_mlp_in", (x, w, None, offsets, "silu", False, False)),
+        ("grouped_mm_lora", (x, w, None, low, b, offsets, False, False)),
+        ("grouped_mm_lora", (x, w, bias, low, b, offsets, False, False)),
+        ("grouped_mm_lora", (grad, w, None, low, a, offsets, True, True)),
+        ("grouped_mm_lora", (x, transposed, bias, low, b, offsets, True, False)),
+        ("grouped_mm_lora", (grad, transposed, None, low, a, offsets, False, True)),
     ]
 
 
@@ -99,8 +106,11 @@ def test_equals_reference(routing, dtype):
         check(op, arguments)
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (4, 0), (2, 1), *full([((140, 130),)])], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 0, 5), (2, 4, 0), (1, 2, 1), (0, 4, 5), *full([((5, 140, 130),)])], ids=str
+)
 def test_shapes(shape):
+    """Ranks of LoRA, columns and terms."""
     for op, arguments in calls([5, 0, 18], 2, *shape, torch.float32):
         check(op, arguments)
 
@@ -109,13 +119,15 @@ def test_shapes(shape):
 def by_tma(monkeypatch):
     """Launches as on a GPU that has a TMA unit; tells the shapes of what is described to it."""
     seen, describe = [], kernels.descriptor
+    lora = sys.modules["fastmp.ops.grouped_lora"]  # the package's name is the function's
 
     def described(tensor, *arguments):
         seen.append(tuple(tensor.shape))
         return describe(tensor, *arguments)
 
     monkeypatch.setattr(launcher, "architecture_elsewhere", 90)
-    monkeypatch.setattr(kernels, "descriptor", described)
+    for module in (kernels, lora):
+        monkeypatch.setattr(module, "descriptor", described)
     return seen
 
 
@@ -130,11 +142,22 @@ def test_by_descriptors(routing, by_tma):
     assert not by_tma  # rows that do not start at multiples of 16 bytes
 
 
+@pytest.mark.parametrize("r", [12, *full([40])])
+def test_the_terms_of_lora_have_no_descriptors(r, by_tma, monkeypatch):
+    """Three programs walk over all tiles, in one loop for a rank of at most 32."""
+    set_programs(monkeypatch, 3)
+    for op, arguments in calls([3, 0, 40, 21, 33], 5, r, 48, 32, torch.float16):
+        if op == "grouped_mm_lora":
+            del by_tma[:]
+            check(op, arguments)
+            assert by_tma == [tuple(each.shape) for each in arguments[:2]]
+
+
 @pytest.mark.parametrize("tma", (*full([False]), True), ids=("pointers", "descriptors"))
 def test_neither_nan_of_another_expert_nor_of_nobody_comes_through(tma, request):
     if tma:
         request.getfixturevalue("by_tma")
-    for op, arguments in calls([3, 70, 20], 5, 48, 64, torch.float16):
+    for op, arguments in calls([3, 70, 20], 5, 5, 48, 64, torch.float16):
         if op.startswith("grouped_mm_wgrad"):
             grad, x = arguments[-3:-1]
             grad[3:73], x[3:73], grad[93:], x[93:] = torch.nan, torch.inf, torch.inf, torch.nan
@@ -161,7 +184,7 @@ def test_layouts(layout):
             return torch.stack([tensor, tensor], 1)[:, 0]
         return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
 
-    for op, arguments in calls([3, 0, 18], 2, 32, 24, torch.float32):
+    for op, arguments in calls([3, 0, 18], 2, 5, 32, 24, torch.float32):
         laid = tuple(lay(a) if isinstance(a, torch.Tensor) else a for a in arguments)
         result = [t.contiguous() for t in run(op, "triton", laid)]
         if op.endswith("_"):  # a clone keeps its strides: the sum was taken as it lies
@@ -174,7 +197,7 @@ def test_a_narrow_sum_is_rounded_once(transposed):
     """Of the same products: a float32 sum with the same start, rounded afterwards, has the same bits."""
     total, grad, x, offsets = next(
         a
-        for op, a in calls([30, 0, 18], 2, 32, 24, torch.float16)
+        for op, a in calls([30, 0, 18], 2, 5, 32, 24, torch.float16)
         if a[0].dtype == a[1].dtype and op[-1] == "_"
     )
     found = []
@@ -189,7 +212,7 @@ def test_a_narrow_sum_is_rounded_once(transposed):
 def test_offsets_that_no_rows_fit_are_taken_as_the_nearest_that_do():
     """No check is made on a GPU: nothing outside the tensors is touched, and the rest is as documented."""
     for ends in ([-3, 4, 2, 9], [5, 99, 7, 200], [30, 1, 1, 1]):
-        for op, arguments in calls([3, 4, 2, 0], 1, 8, 16, torch.float32):
+        for op, arguments in calls([3, 4, 2, 0], 1, 3, 8, 16, torch.float32):
             arguments = tuple(
                 torch.tensor(ends, dtype=torch.int32)
                 if isinstance(a, torch.Tensor) and a.dtype == torch.int32
@@ -209,7 +232,7 @@ def test_any_number_of_programs_and_tiles(programs, monkeypatch):
     monkeypatch.setattr(kernels, "GROUP", 2)
     for plan in ("plan_gemm", "_plan_wgrad"):  # without the cache of other tiles
         monkeypatch.setattr(kernels, plan, getattr(kernels, plan).__wrapped__)
-    for op, arguments in calls([37, 0, 15, 17], 20, 34, 33, torch.float32):
+    for op, arguments in calls([37, 0, 15, 17], 20, 5, 34, 33, torch.float32):
         check(op, arguments)
 
 
@@ -225,7 +248,7 @@ def test_programs_walk_over_tiles_of_weight_gradients(sizes, by_tma, monkeypatch
     monkeypatch.setattr(launcher, "launch", launched)
     for programs in (1, 4, 9):
         set_programs(monkeypatch, programs)
-        for op, arguments in calls(sizes, 3, 48, 72, torch.float16):
+        for op, arguments in calls(sizes, 3, 5, 48, 72, torch.float16):
             if "wgrad" in op:
                 check(op, arguments)
                 assert launched.call_args.args[1] == min(programs, 6 * len(sizes))
