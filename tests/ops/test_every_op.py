@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from every_op_tools import implementation, op_backends
+from kernel_tools import bits, threads_agree
 from marks import full
 from torch import Tensor
 
@@ -33,19 +34,6 @@ ON_CPU = pytest.mark.parametrize(("op", "backend"), op_backends(("c++", "referen
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, *full([torch.bfloat16])], ids=str)
 
 
-def bits(tensor: Tensor) -> Tensor:
-    """Equal where the numbers are, NaN included."""
-    return tensor.reshape(-1).contiguous().view(torch.uint8) if tensor.is_floating_point() else tensor
-
-
-@pytest.fixture
-def threads():
-    """Sets the number of threads; the one from before comes back."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @DTYPES
 @ON_CPU
 def test_arguments_are_read_only(op, backend, dtype):
@@ -68,24 +56,16 @@ def test_arguments_are_read_only(op, backend, dtype):
 
 @DTYPES
 @ON_CPU
-def test_results_do_not_depend_on_the_number_of_threads(op, backend, dtype, threads):
+def test_results_do_not_depend_on_the_number_of_threads(op, backend, dtype):
     if backend == "reference" and op in WITH_MATMUL:
         pytest.skip("torch's product sums in an order that depends on the threads")
     for arguments in samples(op, device="cpu", dtype=dtype):
-        results = []
-        for count in (1, 2):
-            threads(count)
-            results.append(run(op, implementation(op, backend), arguments))
-        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(*results, strict=True))
+        assert threads_agree(lambda: run(op, implementation(op, backend), arguments))  # noqa: B023
 
 
 @DTYPES
 @pytest.mark.parametrize("name", sorted(set(FUNCTIONS) - WITH_MATMUL))
-def test_functions_do_not_depend_on_the_number_of_threads(name, dtype, threads):
+def test_functions_do_not_depend_on_the_number_of_threads(name, dtype):
     """Outputs and gradients of 100,000 elements, which several threads share."""
     positional, keywords = FUNCTIONS[name].draw(Draw(random.Random(6), dtype, large=True))
-    results = []
-    for count in (1, 2):
-        threads(count)
-        results.append(evaluate(FUNCTIONS[name].call, positional, keywords))
-    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(*results, strict=True))
+    assert threads_agree(lambda: evaluate(FUNCTIONS[name].call, positional, keywords))

@@ -18,6 +18,7 @@ import torch
 from dispatch_modes import NoDeviceWaits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_tools import scale_of
 from marks import full
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -70,12 +71,6 @@ def agree(name: str, positional: tuple, keywords: dict, dtype: torch.dtype) -> N
         close = torch.isclose(value, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * scale_of(want))
         same = value.isnan() == want.isnan()
         assert (close | ~bounded).all() and same.all(), (name, dtype, value[~close][:4], want[~close][:4])
-
-
-def scale_of(values: torch.Tensor) -> float:
-    """The magnitude that an absolute error is held against: sums of many terms cancel."""
-    finite = values[values.isfinite()]
-    return max(1.0, finite.abs().max().item()) if len(finite) else 1.0
 
 
 @EVERY
