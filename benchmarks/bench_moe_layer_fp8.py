@@ -7,6 +7,7 @@ quantised once, as in all microbatches of a step but the first. Results differ b
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,17 +36,7 @@ def moe_layer_fp8_case(
     engine = case.rivals.get(TE)
     if engine is not None and (blockwise := te_blockwise(engine, device)) is not None:
         rivals[TE] = blockwise
-    return Case(
-        title("moe_layer_fp8", shape, dtype),
-        case.leaves,
-        case.grad,
-        rivals,
-        case.forward_bytes,
-        case.backward_bytes,
-        flops=case.flops,
-        own_leaves=case.own_leaves,
-        random=True,
-    )
+    return replace(case, name=title("moe_layer_fp8", shape, dtype), rivals=rivals, random=True)
 
 
 WORKLOADS = (
