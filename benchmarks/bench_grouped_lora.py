@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -16,8 +14,8 @@ from torch import Tensor
 
 from benchmarks.bench_grouped_mm import FINE, LARGE, sizes_of
 from benchmarks.cases import OURS, TORCH, Case, Workload, normal, title
+from benchmarks.compare import print_cpu_table
 from benchmarks.conftest import DEVICE
-from benchmarks.measure import cpu_ms, extra_bytes, in_turn
 from fastmp.ops import OPS, grouped_lora, grouped_mm
 
 MERGED = "merged weights"
@@ -103,21 +101,7 @@ def arguments(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, 
     return x, w, None, normal(dtype, device, seed + 1)(len(x), shape[-1]), b, offsets, False, False
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
-    rivals = WORKLOADS[0].rivals
-    print(f"| | {' | '.join(rivals)} |\n{'|---' * (len(rivals) + 1)}|")
-    for shape in WORKLOADS[0].cpu:
-        for dtype in (torch.float32, torch.bfloat16):
-            case = grouped_lora_case(*shape, dtype=dtype, device="cpu")
-            calls = {rival: case.both(rival) for rival in rivals}
-            times = in_turn({rival: partial(cpu_ms, call) for rival, call in calls.items()}, rounds=4)
-            cells = (
-                f"{min(times[rival]):.0f} ms, {extra_bytes(call, 'cpu') / 2**20:.0f} MiB"
-                for rival, call in calls.items()
-            )
-            print(f"| {case.name} | {' | '.join(cells)} |", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    (work,) = WORKLOADS
+    both = torch.float32, torch.bfloat16
+    print_cpu_table((work.case(shape, dtype, "cpu") for shape in work.cpu for dtype in both), work.rivals)

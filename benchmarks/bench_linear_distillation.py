@@ -8,7 +8,6 @@ prints processor time and memory at a large vocabulary, on a CPU: the table of d
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, Workload, against_torch, title
-from benchmarks.measure import cpu_ms, extra_bytes, in_turn
+from benchmarks.compare import print_cpu_table
 from benchmarks.peers import peer
 from fastmp.ops import linear_distillation, linear_topk_distillation
 from fastmp.ops.core.registry import compute_dtype
@@ -168,22 +167,6 @@ def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, 
     return (*pair, normalisers, torch.full_like(scale, 0.1), torch.full_like(scale, 1 / tokens), *place)
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
-    print("| | full logits | torch in chunks | fastmp |\n|---|---|---|---|")
-    for divergence, topk in (("forward_kl", False), ("jsd", False), ("reverse_kl", True)):
-        for dtype in (torch.float32, torch.bfloat16):
-            shape = 512, 256, 512, 128256
-            case = linear_distillation_case(*shape, dtype, "cpu", divergence=divergence, topk=topk)
-            calls = {rival: case.both(rival) for rival in (EAGER, CHUNKED, OURS)}
-            times = in_turn({rival: partial(cpu_ms, call) for rival, call in calls.items()}, rounds=2)
-            cells = (
-                f"{min(times[rival]) / 1e3:.2f} s, {extra_bytes(call, 'cpu') / 2**20:.0f} MiB"
-                for rival, call in calls.items()
-            )
-            name = f"`{divergence}`{f', top {TOP_K}' * topk}, {str(dtype)[6:]}"
-            print(f"| {name} | {' | '.join(cells)} |", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    cases = (w.case((512, 256, 512, 128256), dtype, "cpu") for w in WORKLOADS for dtype in w.dtypes)
+    print_cpu_table(cases, (EAGER, CHUNKED, OURS), rounds=2)

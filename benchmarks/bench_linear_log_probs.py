@@ -7,7 +7,6 @@ prints processor time and memory at a large vocabulary, on a CPU: the table of d
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 
 import torch
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, Workload, against_torch, title
-from benchmarks.measure import cpu_ms, extra_bytes, in_turn
+from benchmarks.compare import print_cpu_table
 from benchmarks.peers import peer
 from fastmp.ops import linear_log_probs
 from fastmp.ops.core.registry import compute_dtype
@@ -93,22 +92,6 @@ def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, 
     return logits, target, top, log_total, grad, entropy, BONUS * grad, scale, 0, vocab, -100
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
-    print("| | full logits | `linear_log_probs` |\n|---|---|---|")
-    for with_entropy in (False, True):
-        for dtype in (torch.float32, torch.bfloat16):
-            case = linear_log_probs_case(512, 256, 128256, dtype, "cpu", with_entropy=with_entropy)
-            calls = {rival: case.both(rival) for rival in (EAGER, OURS)}
-            times = in_turn({rival: partial(cpu_ms, call) for rival, call in calls.items()}, rounds=4)
-            cells = (
-                f"{min(times[rival]) / 1e3:.2f} s, {extra_bytes(call, 'cpu') / 2**20:.0f} MiB"
-                for rival, call in calls.items()
-            )
-            print(
-                f"| {str(dtype)[6:]}{', with the entropy' * with_entropy} | {' | '.join(cells)} |", flush=True
-            )
-
-
 if __name__ == "__main__":
-    main()
+    cases = (w.case((512, 256, 128256), dtype, "cpu") for w in WORKLOADS for dtype in w.dtypes)
+    print_cpu_table(cases, (EAGER, OURS))

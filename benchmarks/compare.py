@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from benchmarks.measure import (
     EventRun,
     GraphRun,
     Run,
+    cpu_ms,
     extra_bytes,
     in_turn,
     multiplied_in,
@@ -228,3 +230,16 @@ def _all_flops(case: Case, direction: str, name: str) -> int:
     except Exception:
         return 0
     return counter.get_total_flops()
+
+
+def print_cpu_table(cases: Iterable[Case], rivals: Sequence[str], rounds: int = 4) -> None:
+    """Print CPU time and extra memory of a forward and backward: a row a case, a column a rival."""
+    print(f"| | {' | '.join(rivals)} |\n{'|---' * (len(rivals) + 1)}|")
+    for case in cases:
+        calls = {rival: case.both(rival) for rival in rivals}
+        times = in_turn({rival: partial(cpu_ms, call) for rival, call in calls.items()}, rounds)
+        cells = (
+            f"{min(times[rival]):.0f} ms, {extra_bytes(call, 'cpu') / 2**20:.0f} MiB"
+            for rival, call in calls.items()
+        )
+        print(f"| {case.name} | {' | '.join(cells)} |", flush=True)
