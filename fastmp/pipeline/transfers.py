@@ -131,39 +131,36 @@ class Mail:
     def send(self, now: Instruction, stage: int) -> None:
         """Start to send what `stage` has made."""
         if now.kind == FORWARD and stage not in self._known:
-            self._known[stage] = specs = self._new.pop(stage)
-            header = torch.tensor(_encode(specs), dtype=torch.int64, device=self.device)
-            self._start(now, "send", (header,), 1)
+            header = torch.tensor(_encode(self._new[stage]), dtype=torch.int64, device=self.device)
+            self._known[stage] = self._new.pop(stage)
+            self._start(now, (header,), 1)
         tensors = tuple(t.contiguous() for t in self._out.pop((now.kind, stage, now.microbatch)))
-        self._start(now, "send", tensors)
+        self._start(now, tensors)
         self.finish(_MAX_SENDING)
 
     def receive(self, now: Instruction, stage: int) -> None:
         """Start to receive what `stage` makes."""
         if now.kind == FORWARD and stage not in self._known:
             header = torch.empty(_HEADER, dtype=torch.int64, device=self.device)
-            self._start(now, "recv", (header,), 1).wait()
+            self._start(now, (header,), 1).wait()
             self._known[stage] = _decode(header.tolist())
         # A gradient is one of the inputs of the stage that makes it.
         of = self._known[stage if now.kind == FORWARD else stage - 1]
         specs = [spec for spec in of if now.kind == FORWARD or spec.requires_grad]
         tensors = tuple(torch.empty(s.shape, dtype=s.dtype, device=self.device) for s in specs)
-        self._arriving[now.kind, stage, now.microbatch] = self._start(now, "recv", tensors), specs
+        self._arriving[now.kind, stage, now.microbatch] = self._start(now, tensors), specs
         self.finish(_MAX_SENDING)
 
-    def _start(self, now: Instruction, op: str, tensors: Tensors, header: int = 0) -> Transfer:
+    def _start(self, now: Instruction, tensors: Tensors, header: int = 0) -> Transfer:
         # NCCL runs a message between two ranks on the stream of their group, after this stream's work so far.
         group, tag = self._groups[now.kind], 2 * now.tag + header
         works: list[Any] = []  # never None: this rank is in the group
-        if op == "send":
+        transfer = Transfer(now.op, group, now.peer, works, tensors)
+        if now.op == "send":
             works += [dist.isend(x, group=group, tag=tag, group_dst=now.peer) for x in tensors]
+            self._sending.append(transfer)
         else:
             works += [dist.irecv(x, group=group, tag=tag, group_src=now.peer) for x in tensors]
-        transfer = Transfer(
-            op, group, now.peer, works, tensors
-        )  # works are never None: the rank is in the group
-        if op == "send":
-            self._sending.append(transfer)
         return transfer
 
     def finish(self, most: int = 0) -> None:
