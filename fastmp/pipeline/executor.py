@@ -187,8 +187,8 @@ class Executor:
         """Return the profiler range of a span, which is noted in `process_status` and in the trace."""
         if now.span == self._first[span.chunk]:
             self._trace.append(Step(KINDS[now.op], now.microbatch, span.chunk))
-        if self._whole and span.segments is None:  # a phase of training, or part of an evaluation
-            return phase(now.op) if self.trains else nullcontext()
+        if self._whole and self._calling is None:  # a phase of training, or part of an evaluation
+            return phase("forward" if now.op == "forward" else "backward") if self.trains else nullcontext()
         process_status.phase = self._cursor
         return region(f"fastmp.pipeline.{now.op}[microbatch {now.microbatch}, {span.name}]")
 
@@ -297,7 +297,7 @@ class Executor:
     def _backward(self, now: Instruction) -> None:
         """Run a whole backward, or its dgrad, of a span."""
         span, key = self.program.spans[now.span], (now.microbatch, self.program.spans[now.span].chunk)
-        with self._entered(now, span), self._deferring(now), self._not_of_a_forward():
+        with self._entered(now, span), self._deferring(now), self._without_autocast():
             if span.segments is not None:
                 self.layers[key].backward(now.span, span.stream == "exchange")
             else:
@@ -330,7 +330,7 @@ class Executor:
 
     def _wgrad(self, now: Instruction) -> None:
         span = self.program.spans[now.span]
-        with self._entered(now, span):
+        with self._entered(now, span), self._without_autocast():
             WgradQueue.run(self._deferred.pop((now.microbatch, now.span)))
         self._end(now, (now.microbatch, span.chunk))
 
@@ -339,11 +339,10 @@ class Executor:
         if now.span == self._first[key[1]] and key in self.layers:
             self.layers.pop(key).end()
 
-    def _not_of_a_forward(self) -> AbstractContextManager[Any]:
-        """Return a context without the autocast of the forward that a backward runs in."""
-        if self._calling is None or not torch.is_autocast_enabled(device := self._mail.device.type):
-            return nullcontext()
-        return torch.autocast(device, enabled=False)
+    def _without_autocast(self) -> AbstractContextManager[Any]:
+        """Return a context without autocast: a forward may run this backward, whose dtypes are settled."""
+        device = self._mail.device.type
+        return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
     def _add_loss(self, name: str, loss: Tensor) -> None:
         before, loss = self._losses.get(name), loss.detach()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest.mock import Mock
 
 import pytest
@@ -18,7 +18,7 @@ from fastmp.distributed.streams import exchange_stream
 from fastmp.nn import overlap
 from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer, StageOutput
 from fastmp.ops.wgrad import linear
-from fastmp.pipeline import cut
+from fastmp.pipeline import cut, executor
 from fastmp.pipeline.cut import Streams
 from fastmp.pipeline.runner import Pipeline
 from fastmp.schedule.schedule import Schedule, Step
@@ -149,6 +149,59 @@ def test_chunks_on_a_v_beside_each_other(depths):
         found.append([result.loss, *(p.grad for each in chunks for p in each.parameters())])
     for other in found[1:]:
         assert all(torch.equal(a, b) and b.any() for a, b in zip(found[0], other, strict=True))
+
+
+class Exact(Layer):
+    """Computes in float32, under autocast too, as a router."""
+
+    def segments(self):
+        exact = torch.autocast("cpu", enabled=False)
+        return tuple(each._replace(run=exact(each.run)) for each in super().segments())
+
+    def _first(self, x, *, scale):
+        return super()._first(x.float(), scale=scale)
+
+
+@pytest.mark.parametrize("where", ["in the chunk", "around the step"])
+def test_a_backward_is_not_under_autocast(where):
+    """Its dtypes are those of its forward, whatever runs it: bits are those without overlap."""
+    found, cast = [], torch.autocast("cpu", dtype=torch.bfloat16)
+    for overlapped in (False, True):
+        torch.manual_seed(3)
+        model = Model([Exact(), Exact()], "cpu").float()
+        layers = overlap.OverlappedLayers([model.chain]) if overlapped else None
+        pipeline = pipeline_of(model, Schedule(1, 4, overlap=overlapped), layers)
+        if where == "in the chunk":
+            model.forward = cast(model.forward)
+        with cast if where == "around the step" else nullcontext():
+            pipeline.train([torch.randn(5, 8) for _ in range(4)])
+        found.append([p.grad for p in model.parameters() if p is not model.start.bias])
+    assert all(torch.equal(a, b) and a.any() for a, b in zip(*found, strict=True))
+
+
+def test_phases_of_training_cover_all_parts(monkeypatch):
+    """`fastmp trace diff` tells forwards and backwards apart by them, and they do not nest."""
+    now, seen = [], set()
+
+    @contextmanager
+    def phase(name):
+        assert not now
+        now.append(name)
+        yield
+        now.clear()
+
+    def note(name, run):
+        def noted(*args):
+            seen.add((name, *now))
+            return run(*args)
+
+        monkeypatch.setattr(cut.CutLayers, name, noted)
+
+    monkeypatch.setattr(executor, "phase", phase)
+    for name in ("forward", "backward"):
+        note(name, getattr(cut.CutLayers, name))
+    train("cpu", True)
+    assert seen == {("forward", "forward"), ("backward", "forward"), ("backward", "backward")}
 
 
 def test_autograd_leaves_each_stream_alone(monkeypatch):
