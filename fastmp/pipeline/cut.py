@@ -89,7 +89,8 @@ class CutLayers:
 
     def outputs(self) -> Tensors:
         """Return the results of the chain after its last span, on the current stream."""
-        made, self._held, self._others = [*self._held, *self._others], [], []
+        made = [*self._held, *self._others]
+        self._held, self._others, self.shared = [], [], {}
         self._streams.join([held.tensor for held in made])
         return tuple(held.given(False) for held in made)
 

@@ -126,40 +126,35 @@ class Executor:
         reading = {*self._first, *losses}
         forwards = ((i, now) for i, now in enumerate(program.instructions) if now.op == "forward")
         self._last_reads = {*{now.microbatch: i for i, now in forwards if now.span in reading}.values()}
-        self._do: dict[str, Callable[[Instruction], None]] = {
-            **{"fetch": self._fetch, "forward": self._forward, "backward": self._backward},
-            **{"dgrad": self._backward, "wgrad": self._wgrad, "send": self._send, "recv": self._receive},
-        }
         self._cursor = _Cursor(program)
         self._reset(None, None)
 
     def run(self, fetch: Callable[[int], Any], loss_grad: Tensor | None = None) -> PipelineResult:
         """Run the program; `fetch(microbatch)` returns a batch, `loss_grad` is as in `Pipeline.train`."""
         self._reset(fetch, loss_grad)
+        self._cursor.at = 0
         if self._overlap is not None:
             self._overlap.check_hooks()
             self._overlap.through = self._through
         try:
             while self._cursor.at < len(self.program.instructions):
                 self._advance()
-            self._mail.finish()
         finally:
             if self._overlap is not None:
                 self._overlap.through = None
         assert not self.live and not self.layers and self._mail.is_empty, (
             "a message or a backward is left over"
         )
-        return PipelineResult(
-            self._losses.get("final"),
-            self._losses.get("stage"),
-            self._stats,
-            tuple(self._trace),
-            peak_held(self._trace) if self.trains else 0,
+        losses, peak = self._losses, peak_held(self._trace) if self.trains else 0
+        result = PipelineResult(
+            losses.get("final"), losses.get("stage"), self._stats, tuple(self._trace), peak
         )
+        self._reset(None, None)  # `fetch` may hold all batches
+        return result
 
     def _reset(self, fetch: Callable[[int], Any] | None, loss_grad: Tensor | None) -> None:
-        """Begin at the first instruction, without what a failed step has left."""
-        self._cursor.at, self._source, self._loss_grad = 0, fetch, loss_grad
+        """Drop what the last step has left, which may have failed."""
+        self._source, self._loss_grad = fetch, loss_grad
         self._batches: dict[int, Any] = {}
         self._mail.drop()
         self._queue = WgradQueue()
@@ -176,9 +171,11 @@ class Executor:
         now = self.program.instructions[self._cursor.at]
         self._cursor.at += 1
         try:
-            self._do[now.op](now)
+            getattr(self, f"_{now.op}")(now)
+            if self._cursor.at == len(self.program.instructions):
+                self._mail.finish()
         except Exception as error:
-            if self._whole or isinstance(error, PipelineError):
+            if self._whole or now.op == "fetch" or isinstance(error, PipelineError):
                 raise
             what = f"{type(error).__name__}: {error}"
             raise PipelineError(f"pipeline rank {self.program.rank}, {self._cursor}: {what}") from error
@@ -206,7 +203,7 @@ class Executor:
         process_status.phase = self._cursor
         self._mail.send(now, self._stages[now.span])
 
-    def _receive(self, now: Instruction) -> None:
+    def _recv(self, now: Instruction) -> None:
         process_status.phase = self._cursor
         self._mail.receive(now, self._stages[now.span] + (-1 if now.kind == FORWARD else 1))
 
@@ -239,6 +236,9 @@ class Executor:
         if final:
             made = self._loss(*inputs, batch)
             output = StageOutput((), *made) if isinstance(made, tuple) else StageOutput((), made)
+            if not isinstance(output.loss, Tensor):
+                got = type(output.loss).__name__
+                raise ValueError(f"a loss function returns a 0-dim tensor, or (loss, stats), got loss {got}")
         else:
             made = self.chunks[chunk](*inputs, **({} if self._shared is None else self._shared(batch)))
             output = made if isinstance(made, StageOutput) else StageOutput(made)
@@ -308,6 +308,8 @@ class Executor:
                 if self._defers:  # of a whole backward in an order with split ones
                     WgradQueue.run(self._queue.take())
                 self._end(now, key)
+
+    _dgrad = _backward
 
     def _leave(self, now: Instruction, span: Span, live: _Live) -> None:
         """Run the backward of code, and hand on the gradients of its inputs."""

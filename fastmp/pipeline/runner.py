@@ -145,7 +145,7 @@ class Pipeline:
                 scaled. None: 1.
 
         Raises:
-            PipelineError: naming the step that failed.
+            PipelineError: naming the instruction that failed. What `batches` raises is raised as it is.
             ValueError: another number of batches.
         """
         if callable(batches):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from unittest.mock import Mock
@@ -202,6 +203,25 @@ def test_phases_of_training_cover_all_parts(monkeypatch):
         note(name, getattr(cut.CutLayers, name))
     train("cpu", True)
     assert seen == {("forward", "forward"), ("backward", "forward"), ("backward", "backward")}
+
+
+def test_keywords_of_layers_are_for_the_forward(monkeypatch):
+    first_of, alive = Layer._first, []
+    monkeypatch.setattr(Layer, "_first", lambda self, x, *, scale: first_of(self, x, scale=len(scale)))
+    model = Model([Layer()], "cpu")
+
+    def loss(x):
+        scale = torch.ones(3)
+        kept = weakref.ref(scale)
+        out, *_ = model.chain(x, scale=scale)
+        del scale
+        alive.append(kept() is not None)
+        return out.sum()
+
+    layers, options = overlap.OverlappedLayers([model.chain]), {"group": None, "inputs": None, "loss": loss}
+    x = torch.randn(5, 8, dtype=torch.float64)
+    Pipeline([model], Schedule(1, 2).orders(), overlap=layers, **options).train([x, x])
+    assert alive == [False, False]
 
 
 def test_autograd_leaves_each_stream_alone(monkeypatch):

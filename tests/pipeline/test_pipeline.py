@@ -215,6 +215,29 @@ def test_what_is_sent_is_released_while_its_graph_is_kept():
     assert peak == 4 and most <= 4
 
 
+@pytest.fixture
+def no_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_neither_batches_nor_chunks_outlive_their_use(no_collector):
+    """They would, in what the next step overwrites, in a cycle, or in the status of the process."""
+    block = Block(0)
+    pipeline, chunk = make(ParallelGroups.alone(), 1, 2, chunks=[block]), weakref.ref(block)
+    for number in (2, 3):
+        data = batches(number)
+        kept = [weakref.ref(each["x"]) for each in data]
+        pipeline.train(data) if number == 2 else pipeline.evaluate(data)
+        del data
+        assert not [ref for ref in kept if ref() is not None]
+    del pipeline, block
+    assert chunk() is None
+    assert str(process_status.phase) == "instruction 8 of 9, forward m2 loss"
+
+
 class Several(nn.Module):
     """Takes and returns a tensor with a gradient, one without and integers, and has a loss of its own."""
 

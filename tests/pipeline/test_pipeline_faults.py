@@ -15,6 +15,7 @@ from torch import nn
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.pipeline.runner import Pipeline, PipelineError
+from fastmp.pipeline.transfers import Mail
 from fastmp.schedule.schedule import Schedule
 from fastmp.tensor_parallel.layers import ColumnParallelLinear
 from fastmp.testing.ranks import RankError, run_ranks
@@ -133,6 +134,34 @@ def test_what_is_no_tensor_is_refused(made, message):
 
     with pytest.raises(PipelineError, match=f"chunk 0: ValueError: a stage .* tensors, {message}"):
         make(ParallelGroups.alone(), 1, 2, chunks=[Odd(0)]).train(batches(2))
+
+
+def test_a_loss_function_returns_a_loss():
+    """One that forgets to would train with gradients of zero."""
+    for made in (None, (None, torch.ones(()))):
+        with pytest.raises(
+            PipelineError, match=r"m0 loss: ValueError: a loss .* \(loss, stats\), got loss No"
+        ):
+            make(ParallelGroups.alone(), 1, 2, loss=lambda *_, made=made: made).train(batches(2))
+
+
+def test_errors_of_data_are_raised_as_they_are():
+    def fetch(microbatch):
+        raise OSError("truncated")
+
+    with pytest.raises(OSError, match=r"^truncated$"):
+        make(ParallelGroups.alone(), 1, 2).train(fetch)
+
+
+def test_sends_that_fail_after_the_last_instruction(monkeypatch):
+    def fails(mail, most=0):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(Mail, "finish", fails)
+    with pytest.raises(
+        PipelineError, match=r"rank 0, instruction 9 of 10, backward m1 .*: Connection closed"
+    ):
+        make(ParallelGroups.alone(), 1, 2).train(batches(2))
 
 
 def test_the_cause_of_an_error_is_kept():
