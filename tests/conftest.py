@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import json
 import os
 import platform
+import re
 import sys
 import tempfile
 import threading
@@ -38,6 +40,8 @@ if "ATEN_CPU_CAPABILITY" in os.environ:  # inductor keeps code for other vectors
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), cache)))
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
+# A file with tests marked `interpret` has one of these words; other files are not imported to be interpreted.
+MARKS_INTERPRETED = re.compile(r"mark\.interpret|TRITON|KERNELS")
 GRACE = 60.0  # seconds between the signal that ends a GPU test and the end of the process
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
@@ -80,6 +84,26 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"fastmp: Triton kernels are {kernels}, {os.environ['OMP_NUM_THREADS']} threads"
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect no garbage meanwhile: imports leave little, and each time walks through all of them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    is_left_out = INTERPRET and collection_path.suffix == ".py" and not _may_be_interpreted(collection_path)
+    return True if is_left_out else None
+
+
+@functools.cache
+def _may_be_interpreted(path: Path) -> bool:
+    return MARKS_INTERPRETED.search(path.read_text()) is not None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out = {"exhaustive", "full"}
     if config.getoption("--exhaustive"):
@@ -89,6 +113,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     selected, deselected = [], []
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
+        if "interpret" in marks and not _may_be_interpreted(item.path):
+            raise pytest.UsageError(
+                f"{item.nodeid} is marked interpret but its file would not be imported in that run: "
+                f"expected {MARKS_INTERPRETED.pattern!r} in it; add what it uses to MARKS_INTERPRETED"
+            )
         wanted = ("interpret" in marks) == INTERPRET and not marks & left_out
         (selected if wanted else deselected).append(item)
     selected.sort(key=lambda item: item.get_closest_marker("gpu") is not None)
@@ -107,6 +136,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep modules and tests out of garbage collections, which in forked ranks would copy their pages."""
+    if INTERPRET:
+        from interpreter_tools import cache_lookups
+
+        cache_lookups()
     gc.collect()
     gc.freeze()
 

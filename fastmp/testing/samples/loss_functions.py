@@ -158,7 +158,7 @@ def _eager_linear_cross_entropy(
 
 def _draw_head(draw: Draw) -> tuple[tuple, dict[str, Any]]:
     """Hidden states, an output weight and targets, and the options of every loss over them."""
-    tokens = draw.rows or 384 if draw.large else draw.size(31)
+    tokens = draw.rows or 384 if draw.large else draw.size(13 if draw.small else 31)
     size = 96 if draw.large else draw.size(32, least=1)
     columns = 1031 if draw.large else draw.size(128 if draw.small else 257, least=1)
     target, vocabulary, ignore_index = _draw_target(draw, tokens, columns)
@@ -360,7 +360,7 @@ def _not_huge(values: Tensor) -> Tensor:
 
 
 def _draw_student(draw: Draw) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    tokens = draw.rows or 384 if draw.large else draw.size(31)
+    tokens = draw.rows or 384 if draw.large else draw.size(13 if draw.small else 31)
     size = 96 if draw.large else draw.size(32, least=1)
     columns = 1031 if draw.large else draw.size(128 if draw.small else 257, least=1)
     shape = (tokens,) if draw.flag() else (2, tokens)
