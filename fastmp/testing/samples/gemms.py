@@ -9,14 +9,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastmp.ops import grouped_lora, grouped_mlp_in, grouped_mm, quantize_rows, quantize_weight
+from fastmp.ops import grouped_lora, grouped_mlp_in, grouped_mm
 from fastmp.ops.core.fp8 import E4M3, E5M2
+from fastmp.ops.core.registry import OPS
 from fastmp.testing.functions import Draw, Function, OpFamily
 
 #        rows, columns, block, format
 _QUANTIZED_ROWS = (
     (37, 256, 128, E4M3), (18, 384, 128, E5M2), (33, 160, 32, E4M3), (17, 64, 32, E5M2), (0, 128, 128, E4M3),
 )  # fmt: skip
+
+
+def quantize_rows(x: Tensor, block: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantise by the reference, which has the bytes of every kernel: an interpreted one takes seconds."""
+    return OPS["quantize_rows"].implementations["reference"](x, block, dtype)
+
+
+def _quantize_weight(weight: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    return OPS["quantize_weight"].implementations["reference"](weight, block)
 
 
 def draw_blocks(*shape: int, generator: torch.Generator) -> Tensor:
@@ -53,7 +63,7 @@ def linear_fp8_samples(op: str, dtype: torch.dtype, generator: torch.Generator) 
         x, weight = random(rows, k) * 3, random(n, k) * k**-0.5
         if rows == 5:
             x[2, 7], weight[3, 5] = torch.inf, torch.nan
-        w, w_t, w_scale = quantize_weight(weight, block=block)
+        w, w_t, w_scale = _quantize_weight(weight, block=block)
         yield *quantize_rows(x, block=block, dtype=row_dtype), w, w_scale, dtype
         yield *quantize_rows(random(rows, n), block=block, dtype=row_dtype), w_t, w_scale.t(), dtype
 
@@ -242,13 +252,13 @@ def grouped_mm_fp8_samples(op: str, dtype: torch.dtype, generator: torch.Generat
         if rows == 28:
             x[2, 7], weight[0, 3, 5] = torch.inf, torch.nan
         if op == "grouped_mlp_in_fp8":
-            w, _, w_scale = quantize_weight(random(len(ends), 2 * n, k) * k**-0.5, block=block)
+            w, _, w_scale = _quantize_weight(random(len(ends), 2 * n, k) * k**-0.5, block=block)
             # few distinct rows: where rounding lifts the largest number of a block, float64 has another scale
             x = x[:19].repeat(-(-rows // 19), 1)[:rows]
             form = ("silu", "gelu", "gelu_tanh")[rows % 3]
             yield *quantize_rows(x, block=block, dtype=row_dtype), w, w_scale, offsets, form, dtype
             continue
-        w, w_t, w_scale = quantize_weight(weight, block=block)
+        w, w_t, w_scale = _quantize_weight(weight, block=block)
         yield *quantize_rows(x, block=block, dtype=row_dtype), w, w_scale, offsets, dtype
         transposed = w_scale.transpose(-1, -2)
         yield *quantize_rows(random(rows, n), block=block, dtype=row_dtype), w_t, transposed, offsets, dtype

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastmp.ops import permute, quantize_rows, topk_router, unpermute
+from fastmp.ops import permute, topk_router, unpermute
 from fastmp.ops.core.fp8 import E4M3, E5M2
 from fastmp.ops.core.registry import OPS, compute_dtype
 from fastmp.testing.functions import Draw, Function, OpFamily
+from fastmp.testing.samples.gemms import quantize_rows
 
 
 def _levels(*shape: int, generator: torch.Generator) -> Tensor:
