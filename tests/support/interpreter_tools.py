@@ -28,10 +28,12 @@ def cache_lookups() -> None:
     """Let the interpreter look up the members of its language once, and the NumPy dtype of each type.
 
     Triton sorts all members at each call of a device function, and builds a table of dtypes for each tensor:
-    together a quarter of the time of a small kernel.
+    together a quarter of the time of a small kernel. Another release of Triton may have other functions.
     """
     from triton.runtime import interpreter
 
+    if not all(hasattr(interpreter, name) for name in ("_patch_attr", "_patch_builtin", "_get_np_dtype")):
+        return
     look_up, known = interpreter._get_np_dtype, {}
 
     def numpy_dtype(of: Any) -> Any:
