@@ -63,9 +63,8 @@ class PipelineResult(NamedTuple):
 
 
 class _Live(NamedTuple):
-    """Code of the model or its loss, for its backward: leaves, edges of outputs, a loss of its own."""
+    """What the backward of code begins with: the edges of its outputs, and a loss of its own."""
 
-    inputs: Tensors
     edges: tuple[GradientEdge, ...]
     loss: Tensor | None
 
@@ -106,9 +105,9 @@ class Executor:
         mail: Mail,
         overlap: OverlappedLayers | None = None,
     ) -> None:
-        self.program, self.chunks, self._mail, self._overlap = program, chunks, mail, overlap
+        self.program, self._chunks, self._mail, self._overlap = program, chunks, mail, overlap
         self._inputs, self._loss, self._shared = inputs, loss, shared
-        self.trains = any(now.op in ("backward", "dgrad") for now in program.instructions)
+        self._trains = any(now.op in ("backward", "dgrad") for now in program.instructions)
         stages, spans = program.stages, program.spans
         # 1. The stage of each span, with the loss as the one after the last, and the first and the last span
         #    of each chunk's own call.
@@ -142,10 +141,10 @@ class Executor:
         finally:
             if self._overlap is not None:
                 self._overlap.through = None
-        assert not self.live and not self.layers and self._mail.is_empty, (
+        assert not self._live and not self._layers and self._mail.is_empty, (
             "a message or a backward is left over"
         )
-        losses, peak = self._losses, peak_held(self._trace) if self.trains else 0
+        losses, peak = self._losses, peak_held(self._trace) if self._trains else 0
         result = PipelineResult(
             losses.get("final"), losses.get("stage"), self._stats, tuple(self._trace), peak
         )
@@ -162,14 +161,17 @@ class Executor:
         self._losses: dict[str, Tensor] = {}
         self._stats: dict[Key, Any] = {}
         self._trace: list[Step] = []
-        self.live: dict[Key, _Live] = {}  # by microbatch and span
-        self.layers: dict[Key, CutLayers] = {}  # by microbatch and chunk
-        self._calling: tuple[Key, Tensors] | None = None  # microbatch and chunk that is called, its leaves
+        self._live: dict[Key, _Live] = {}  # by microbatch and span
+        self._leaves: dict[Key, Tensors] = {}  # inputs whose gradients are handed on, by microbatch and span
+        self._layers: dict[Key, CutLayers] = {}  # by microbatch and chunk
+        self._calling: Key | None = None  # microbatch and chunk that is called
 
     def _advance(self) -> None:
         """Run the next instruction. PipelineError names the one that failed."""
         now = self.program.instructions[self._cursor.at]
         self._cursor.at += 1
+        if now.op in KINDS and now.span in self._first:
+            self._trace.append(Step(KINDS[now.op], now.microbatch, self.program.spans[now.span].chunk))
         try:
             getattr(self, f"_{now.op}")(now)
             if self._cursor.at == len(self.program.instructions):
@@ -180,12 +182,10 @@ class Executor:
             what = f"{type(error).__name__}: {error}"
             raise PipelineError(f"pipeline rank {self.program.rank}, {self._cursor}: {what}") from error
 
-    def _entered(self, now: Instruction, span: Span) -> AbstractContextManager[None]:
-        """Return the profiler range of a span, which is noted in `process_status` and in the trace."""
-        if now.span == self._first[span.chunk]:
-            self._trace.append(Step(KINDS[now.op], now.microbatch, span.chunk))
+    def _range(self, now: Instruction, span: Span) -> AbstractContextManager[None]:
+        """Return the profiler range of an instruction, and set it in `process_status`."""
         if self._whole and self._calling is None:  # a phase of training, or part of an evaluation
-            return phase("forward" if now.op == "forward" else "backward") if self.trains else nullcontext()
+            return phase("forward" if now.op == "forward" else "backward") if self._trains else nullcontext()
         process_status.phase = self._cursor
         return region(f"fastmp.pipeline.{now.op}[microbatch {now.microbatch}, {span.name}]")
 
@@ -209,14 +209,14 @@ class Executor:
 
     def _forward(self, now: Instruction) -> None:
         span = self.program.spans[now.span]
-        with self._entered(now, span), self._deferring(now):
+        with self._range(now, span), self._deferring(now):
             if span.segments is None:
                 self._call(now, span)
                 return
             assert self._overlap is not None
             run_part = self._overlap.run_part if self._overlap.runner is None else self._overlap.runner
             run = partial(run_part, span.chunk, now.span - self._first[span.chunk] - 1)
-            self.layers[now.microbatch, span.chunk].forward(now.span, span.stream == "exchange", run)
+            self._layers[now.microbatch, span.chunk].forward(now.span, span.stream == "exchange", run)
 
     def _call(self, now: Instruction, span: Span) -> None:
         """Call a chunk or the loss, and keep what its backward needs."""
@@ -228,11 +228,12 @@ class Executor:
         inputs = Tensors()
         if stage:
             inputs = self._mail.take(FORWARD, stage - 1, microbatch)
+            if self._trains:
+                self._leaves[microbatch, number] = tuple(t for t in inputs if t.requires_grad)
         elif self._inputs is not None:
             inputs = _tuple(self._inputs(batch))
-        leaves = tuple(t for t in inputs if t.requires_grad) if stage else ()
         # 2. Call it. Where its layers are cut, their chain goes on with the list, see `_through`.
-        self._calling = None if span.name == LOSS else ((microbatch, chunk), leaves)
+        self._calling = None if span.name == LOSS else (microbatch, chunk)
         if final:
             made = self._loss(*inputs, batch)
             output = StageOutput((), *made) if isinstance(made, tuple) else StageOutput((), made)
@@ -240,27 +241,27 @@ class Executor:
                 got = type(output.loss).__name__
                 raise ValueError(f"a loss function returns a 0-dim tensor, or (loss, stats), got loss {got}")
         else:
-            made = self.chunks[chunk](*inputs, **({} if self._shared is None else self._shared(batch)))
+            made = self._chunks[chunk](*inputs, **({} if self._shared is None else self._shared(batch)))
             output = made if isinstance(made, StageOutput) else StageOutput(made)
         self._calling = None
         if number == self._first[chunk] != self._last[chunk]:
-            if (microbatch, chunk) not in self.layers:
+            if (microbatch, chunk) not in self._layers:
                 raise ValueError(
                     f"overlap_experts: chunk {chunk} has not called its layers, or without gradients; the "
                     "step runs them in parts"
                 )
-            number, leaves = self._last[chunk], ()
+            number = self._last[chunk]
         # 3. Note losses and statistics.
         loss, tensors = output.loss, _tuple(output.tensors)
         if loss is not None:
             self._add_loss("final" if final else "stage", loss)
         if output.stats is not None:
-            self._stats[microbatch, len(self.chunks) if final else chunk] = output.stats
-        if self.trains:
+            self._stats[microbatch, len(self._chunks) if final else chunk] = output.stats
+        if self._trains:
             edges = tuple(get_gradient_edge(t) for t in tensors if t.requires_grad)
             # Torch raises for the loss of a whole model without a graph.
             own = loss if loss is not None and (loss.requires_grad or self._whole) else None
-            self.live[microbatch, number] = _Live(leaves, edges, own)
+            self._live[microbatch, number] = _Live(edges, own)
         # 4. Hand the outputs on: detached, and as leaves to a stage or the loss on this rank.
         if not final:
             stages = self.program.stages
@@ -273,10 +274,10 @@ class Executor:
     def _through(self, chunk: int, chain: LayerChain, tensors: Tensors, shared: Mapping[str, Any]) -> Tensors:
         """Run the list up to the span behind the layers of the chunk that is being called."""
         first, last = self._first[chunk], self._last[chunk]
-        if self._calling is None or self._calling[0][1] != chunk or first == last:
+        key = self._calling
+        if key is None or key[1] != chunk or first == last:
             return chain.run(tensors, shared)
-        key, leaves = self._calling
-        if key in self.layers:
+        if key in self._layers:
             raise ValueError(
                 f"overlap_experts: the layers of chunk {chunk} were called again with microbatch {key[0]} "
                 "before its backward was over"
@@ -287,21 +288,25 @@ class Executor:
                     f"overlap_experts: keyword {name!r} of all layers has a graph of its own, through which "
                     "each part of a backward would go again; hand it from layer to layer, or detach it"
                 )
-        layers = self.layers[key] = CutLayers(first, tensors, shared)
-        self.live[key[0], first] = _Live(leaves, (), None)
+        layers = self._layers[key] = CutLayers(first, tensors, shared)
         while self.program.instructions[self._cursor.at][:3] != ("forward", key[0], last):
             self._advance()
         self._cursor.at += 1
         return layers.outputs()
 
     def _backward(self, now: Instruction) -> None:
-        """Run a whole backward, or its dgrad, of a span."""
-        span, key = self.program.spans[now.span], (now.microbatch, self.program.spans[now.span].chunk)
-        with self._entered(now, span), self._deferring(now), self._without_autocast():
-            if span.segments is not None:
-                self.layers[key].backward(now.span, span.stream == "exchange")
+        """Run a whole backward, or its dgrad, of a span, and hand on the gradients of its inputs."""
+        span = self.program.spans[now.span]
+        key, first, last = (now.microbatch, span.chunk), self._first[span.chunk], self._last[span.chunk]
+        with self._range(now, span), self._deferring(now), self._without_autocast():
+            if span.segments is not None or now.span == first != last:
+                self._layers[key].backward(now.span, span.stream == "exchange")
             else:
-                self._leave(now, span, self.live.pop((now.microbatch, now.span)))
+                self._propagate(now, span)
+            leaves = self._leaves.pop((now.microbatch, now.span), None)
+            if leaves is not None:
+                grads = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)
+                self._mail.put(BACKWARD, self._stages[now.span], now.microbatch, grads)
             if now.op == "dgrad":
                 self._deferred[now.microbatch, now.span] = self._queue.take()
             elif span.name != LOSS:  # whose weight gradients are run with those of the last stage
@@ -311,35 +316,28 @@ class Executor:
 
     _dgrad = _backward
 
-    def _leave(self, now: Instruction, span: Span, live: _Live) -> None:
-        """Run the backward of code, and hand on the gradients of its inputs."""
-        microbatch, stage = now.microbatch, self._stages[now.span]
-        first, last = self._first[span.chunk], self._last[span.chunk]
-        if now.span == first != last:
-            self.layers[microbatch, span.chunk].backward(first)
-        else:
-            own = span.name == LOSS or self._whole
-            roots: list[Any] = [*live.edges]
-            grads: list[Tensor | None] = [] if own else [*self._mail.take(BACKWARD, stage + 1, microbatch)]
-            if live.loss is not None:
-                roots.append(live.loss)
-                grads.append(None if self._loss_grad is None else self._loss_grad.to(live.loss.dtype))
-            if roots:
-                torch.autograd.backward(roots, grads)
-        if stage and (now.span == first or span.name == LOSS):
-            grads_of = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in live.inputs)
-            self._mail.put(BACKWARD, stage, microbatch, grads_of)
+    def _propagate(self, now: Instruction, span: Span) -> None:
+        """Run the backward of code, from the gradients of its outputs and from its loss."""
+        edges, loss = self._live.pop((now.microbatch, now.span))
+        roots, grads = list[Any](edges), list[Tensor | None]()
+        if span.name != LOSS and not self._whole:
+            grads += self._mail.take(BACKWARD, self._stages[now.span] + 1, now.microbatch)
+        if loss is not None:
+            roots.append(loss)
+            grads.append(None if self._loss_grad is None else self._loss_grad.to(loss.dtype))
+        if roots:
+            torch.autograd.backward(roots, grads)
 
     def _wgrad(self, now: Instruction) -> None:
         span = self.program.spans[now.span]
-        with self._entered(now, span), self._without_autocast():
+        with self._range(now, span), self._without_autocast():
             WgradQueue.run(self._deferred.pop((now.microbatch, now.span)))
         self._end(now, (now.microbatch, span.chunk))
 
     def _end(self, now: Instruction, key: Key) -> None:
         """Drop cut layers after the last instruction of their backward."""
-        if now.span == self._first[key[1]] and key in self.layers:
-            self.layers.pop(key).end()
+        if now.span == self._first[key[1]] and key in self._layers:
+            self._layers.pop(key).end()
 
     def _without_autocast(self) -> AbstractContextManager[Any]:
         """Return a context without autocast: a forward may run this backward, whose dtypes are settled."""

@@ -27,17 +27,17 @@ CONFIG = replace(SHARED_EXPERT, dropout=0.1)
 @pytest.mark.full
 def test_a_forward_runs_beside_the_backward_before_it():
     def rank_main(rank, world_size):
-        ran, entered = [], Executor._entered
+        ran, range_of = [], Executor._range
 
         def note(executor, now, span):
             if span.segments is not None:
                 ran.append((now.op, span.name.split(" to ")[0]))
-            return entered(executor, now, span)
+            return range_of(executor, now, span)
 
         layout = ParallelConfig(ep=2)
         groups = make_groups(world_size, layout)
         trainer = make_trainer(groups, layout, config=CONFIG, dtype=torch.float32, overlap_experts=True)
-        Executor._entered = note
+        Executor._range = note
         trainer.train_step()
         return ran
 
