@@ -135,17 +135,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Keep modules and tests out of garbage collections, which in forked ranks would copy their pages.
-
-    And collect more rarely: torch.compile makes so many objects that collections take 3% of its time.
-    """
+    """Keep modules and tests out of garbage collections, which in forked ranks would copy their pages."""
     if INTERPRET:
         from interpreter_tools import cache_lookups
 
         cache_lookups()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
 
 
 def _reason_without_gpu() -> str | None:

@@ -342,7 +342,9 @@ class Executor:
     def _without_autocast(self) -> AbstractContextManager[Any]:
         """Return a context without autocast: a forward may run this backward, whose dtypes are settled."""
         device = self._mail.device.type
-        return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+            return nullcontext()
+        return torch.autocast(device, enabled=False)
 
     def _add_loss(self, name: str, loss: Tensor) -> None:
         before, loss = self._losses.get(name), loss.detach()

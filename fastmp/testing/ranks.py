@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import os
 import pickle
 import selectors
@@ -198,6 +199,7 @@ def _start(
             pid = os.fork()
         if pid == 0:
             try:
+                gc.freeze()  # a finaliser of what the parent has left may wait for a thread of the parent
                 torch.set_num_threads(1)
                 os.close(read_fd)
                 os.close(release_write)
