@@ -418,13 +418,13 @@ sys.exit(main(sys.argv[1:]))
     [
         pytest.param(
             "raises",
-            r"fastmp: rank 1: .*step 2, pipeline rank 1, forward of microbatch 1 .*out of luck",
+            r"fastmp: rank 1: .*step 2, pipeline rank 1, instruction .*, forward m1 chunk 0: .*out of luck",
             id="raises",
             marks=pytest.mark.full,
         ),
         pytest.param(
             "shape",
-            r"fastmp: rank 0: .*step 2, pipeline rank 0, forward of microbatch 1 .*stage 0 outputs",
+            r"fastmp: rank 0: .*step 2, pipeline rank 0, instr.*, forward m1 chunk 0: .*stage 0 outputs",
             id="sends a wrong shape",
             marks=pytest.mark.exhaustive,
         ),
