@@ -445,7 +445,7 @@ class GraphManager:
 
 
 def check_plan(plan: BufferPlan) -> None:
-    """Prove that no graph of `plan` overwrites what a later one reads. GraphError names both."""
+    """Check that no graph of `plan` overwrites inputs of a later one. GraphError names both."""
     for error in plan_errors(plan):
         raise GraphError(f"graphs: the buffer plan is wrong: {error}")
 

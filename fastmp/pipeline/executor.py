@@ -63,7 +63,7 @@ class PipelineResult(NamedTuple):
 
 
 class _Live(NamedTuple):
-    """What the backward of code begins with: the edges of its outputs, and a loss of its own."""
+    """Roots of the backward of a chunk's code or a loss: edges of the outputs, and the loss."""
 
     edges: tuple[GradientEdge, ...]
     loss: Tensor | None
@@ -152,7 +152,7 @@ class Executor:
         return result
 
     def _reset(self, fetch: Callable[[int], Any] | None, loss_grad: Tensor | None) -> None:
-        """Drop what the last step has left, which may have failed."""
+        """Clear the state of the last step, complete or failed."""
         self._source, self._loss_grad = fetch, loss_grad
         self._batches: dict[int, Any] = {}
         self._mail.drop()

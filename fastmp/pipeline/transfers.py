@@ -101,7 +101,7 @@ class Mail:
         self._out[kind, stage, microbatch] = tensors
 
     def take(self, kind: str, stage: int, microbatch: int) -> Tensors:
-        """Return what a stage has made: on this rank, or on another one, for whose message this waits."""
+        """Return the tensors of a stage; those of another rank are in a message, which is waited for."""
         key = kind, stage, microbatch
         if key in self._out:
             return self._out.pop(key)

@@ -54,7 +54,7 @@ def _error(program: Program, i: int, problem: str) -> ValueError:
 
 
 def _check_numbers(program: Program) -> None:
-    """Check that spans, instructions, regions and leases refer to what there is."""
+    """Check that all numbers of spans, flights, instructions and replays exist."""
     every, spans = program.instructions, program.spans
 
     def expect(holds: bool, what: str, got: object) -> None:
@@ -106,7 +106,7 @@ def _check_order(program: Program) -> None:
 
 
 def _does(now: Instruction) -> list[Done]:
-    """Return what an instruction does; a whole backward makes both gradients."""
+    """Return the work of an instruction; a whole backward makes both gradients."""
     names = {"backward": ("gradient", "wgrad"), "dgrad": ("gradient",)}.get(now.op, (now.op + now.kind,))
     return [(name, now.microbatch, now.span) for name in names]
 

@@ -63,13 +63,19 @@ def make_program(
     if len(facts) != schedule.vpp:
         raise ValueError(f"make_program: expected facts of {schedule.vpp} chunks, got {len(facts)}")
     stages, overlap = schedule.stages, schedule.overlap and not forward_only
-    given, pairs = _messages(schedule, forward_only)[rank], schedule.pairs(rank) if overlap else ()
-    if forward_only:
-        return program_of(given, stages, rank, facts, whole=len(stages) == 1)
-    whole_step = "full_step" in (scope or ())
     program = program_of(
-        given, stages, rank, facts, scope, pairs=pairs, overlap=overlap, whole=len(stages) == 1
+        _messages(schedule, forward_only)[rank],
+        stages,
+        rank,
+        facts,
+        () if forward_only else scope,
+        pairs=schedule.pairs(rank) if overlap else (),
+        overlap=overlap,
+        whole=len(stages) == 1,
     )
+    if forward_only:
+        return program
+    whole_step = "full_step" in (scope or ())
     # Add the work of the whole step. A batch is fetched ahead of everything that one graph holds.
     ahead, rest = list[Instruction](), list[Instruction]()
     for now in program.instructions:
@@ -133,7 +139,7 @@ class _Chunk(NamedTuple):
 
     @property
     def ends(self) -> tuple[int, int]:
-        """The first span, which receives activations, and the last, which produces them."""
+        """Numbers of the span that receives activations, and of the one that sends them."""
         return (self.before or self.behind)[0], self.behind[-1]
 
 
@@ -207,7 +213,7 @@ def _layer_ops(
 def _kinds(
     chain: Sequence[SegmentFacts], scope: Sequence[str] | None, overlap: bool
 ) -> list[tuple[bool, int]]:
-    """Return what `span_kinds` does; a graph of the whole chunk or step has no graphs of segments in it."""
+    """Return `span_kinds` of a chain; none is captured apart if a graph holds the whole chunk or step."""
     none, names = [(False, -1)] * len(chain), {*(scope or ())}
     if scope is not None and not names:
         return none
